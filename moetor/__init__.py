@@ -1,0 +1,65 @@
+"""moetor: the experts of Mixture-of-Experts models, by interchangeable backends."""
+
+from typing import TYPE_CHECKING, Any
+
+from . import debug
+from .core.activation import Activation
+from .core.errors import (
+    BackendRefused,
+    BackendUnavailable,
+    CheckpointError,
+    InvalidInput,
+    MoetorError,
+    UnknownBackend,
+)
+from .core.formats import Format
+from .core.interface import Backend, Call, ExpertsInterface
+from .core.weights import ExpertWeights, Weight
+from .forward import experts_forward
+
+if TYPE_CHECKING:
+    from .integrations.transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+        attach,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSeq2SeqLM",
+    "Backend",
+    "BackendRefused",
+    "BackendUnavailable",
+    "Call",
+    "CheckpointError",
+    "ExpertWeights",
+    "ExpertsInterface",
+    "Format",
+    "InvalidInput",
+    "MoetorError",
+    "UnknownBackend",
+    "Weight",
+    "attach",
+    "debug",
+    "experts_forward",
+]
+
+_NEED_TRANSFORMERS = {name for name in __all__ if name.startswith("AutoModel")} | {"attach"}
+
+
+def __getattr__(name: str) -> Any:
+    # transformers takes longer to import than all of the rest; only these names need it.
+    if name in _NEED_TRANSFORMERS:
+        from .integrations import transformers
+
+        return getattr(transformers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

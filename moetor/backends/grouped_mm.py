@@ -1,0 +1,35 @@
+"""Pairs sorted by expert and one grouped product each way, PyTorch's own where it runs."""
+
+import torch
+from torch import Tensor
+
+from ..core.interface import Backend, Call
+from ..core.routing import group_by_expert
+from ..core.weights import ExpertWeights, Weight
+from ..kernels.grouped_matmul import grouped_matmul
+from .stacked import stacked_forward
+from .stacked import why_not as stacked_why_not
+
+
+def why_not(weights: ExpertWeights, call: Call) -> str | None:
+    if reason := stacked_why_not(weights):
+        return reason
+    if call.device.type not in ("cpu", "cuda"):
+        return f"needs CPU or CUDA tensors, got {call.device.type}"
+    if call.capturing and call.dtype != torch.bfloat16:
+        return f"loops on the host for {call.dtype}, which a CUDA graph cannot capture; bfloat16 does not"
+    return None
+
+
+def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    order = group_by_expert(top_k_index, weights.num_experts)
+    ends_E = order.ends_E
+    assert ends_E is not None
+
+    def product(x_SK: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        return grouped_matmul(x_SK, weight.stack_ENK(), ends_E, dtype)
+
+    return stacked_forward(product, weights, hidden_states, top_k_weights, order)
+
+
+BACKEND = Backend("grouped_mm", forward, why_not=why_not, summary="pairs sorted by expert, one grouped product each way")

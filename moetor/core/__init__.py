@@ -1,0 +1,1 @@
+"""Data and pure functions; imports torch and nothing else."""

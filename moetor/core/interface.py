@@ -1,0 +1,198 @@
+"""Backends, their names, and the choice of one for a call.
+
+A backend is data and functions: nothing to inherit, nothing to override. What it can do is asked
+by `why_not`, and the same sentences feed selection, errors, `moetor doctor`, the documentation
+and the reasons of skipped tests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import BackendRefused, BackendUnavailable, InvalidInput, unknown_name
+from .weights import ExpertWeights
+
+Forward = Callable[[ExpertWeights, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a backend may know of a call when it is asked: metadata, never values.
+
+    Attributes:
+        num_tokens, top_k, hidden_size: T, K, H.
+        dtype: that the products run in: the dtype of hidden_states, or autocast's.
+        device: of every tensor of the call.
+        needs_grad: whether any input or weight may need a gradient from this call.
+        compiling: whether torch.compile or torch.export is tracing.
+        capturing: whether a CUDA graph is being captured.
+    """
+
+    num_tokens: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool = False
+    compiling: bool = False
+    capturing: bool = False
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_tokens * self.top_k
+
+
+def describe_call(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Call:
+    """The metadata of one call; see `Call`."""
+    compiling = torch.compiler.is_compiling()
+    device = hidden_states.device
+    needs_grad = torch.is_grad_enabled() and (
+        hidden_states.requires_grad
+        or top_k_weights.requires_grad
+        or any(tensor.requires_grad for tensor in weights.tensors())
+    )
+    return Call(
+        num_tokens=hidden_states.shape[0],
+        top_k=top_k_index.shape[1],
+        hidden_size=hidden_states.shape[1],
+        dtype=compute_dtype(hidden_states),
+        device=device,
+        needs_grad=needs_grad,
+        compiling=compiling,
+        capturing=not compiling and device.type == "cuda" and torch.cuda.is_current_stream_capturing(),
+    )
+
+
+def compute_dtype(hidden_states: Tensor) -> torch.dtype:
+    """The dtype that the products run in: autocast's if it is on (float64 is not its business), else x's."""
+    dtype = hidden_states.dtype
+    device_type = hidden_states.device.type
+    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return dtype
+
+
+def _always(*_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to run experts.
+
+    Attributes:
+        name: what users write.
+        forward: (weights, hidden_states (T, H), top_k_index (T, K), top_k_weights (T, K)) -> (T, H).
+            Called only where both reasons below are None.
+        machine_why_not: (device) -> why this device and what is installed here cannot run it, or None.
+        why_not: (weights, call) -> why it cannot run this call, or None. Reads metadata only.
+        prepare: (weights) -> weights laid out for this backend, for frozen quantised weights.
+        choose: (weights, call) -> another backend; for a name that stands for a policy.
+        summary: one line for tables.
+    """
+
+    name: str
+    forward: Forward
+    machine_why_not: Callable[[torch.device], str | None] = _always
+    why_not: Callable[[ExpertWeights, Call], str | None] = _always
+    prepare: Callable[[ExpertWeights], ExpertWeights] | None = None
+    choose: "Callable[[ExpertWeights, Call], Backend] | None" = None
+    summary: str = ""
+
+    def refusal(self, weights: ExpertWeights, call: Call) -> str | None:
+        """The first reason against this call, machine first; None: it runs."""
+        return self.machine_why_not(call.device) or self.why_not(weights, call)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which backend a call gets, and why not each of the others."""
+
+    requested: str
+    chosen: str | None
+    reasons: dict[str, str | None]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"requested": self.requested, "chosen": self.chosen, "reasons": dict(self.reasons)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.requested} -> {self.chosen}" if self.chosen else f"{self.requested} cannot run this call"]
+        lines += [f"  {name}: {reason or 'can run'}" for name, reason in self.reasons.items()]
+        return "\n".join(lines)
+
+
+class BackendRegistry:
+    """Backends by name. moetor has one, `ExpertsInterface`."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+
+    def register(self, name: str, backend: "Backend | Forward", *, replace: bool = False) -> Backend:
+        """Add a backend under a name.
+
+        Args:
+            name: what users will write.
+            backend: a `Backend`, or a bare function with the signature of `Backend.forward`,
+                which then is asked for nothing and must run or raise.
+            replace: allow a name that is taken.
+
+        Raises:
+            InvalidInput: the name is taken or empty, or a Backend of another name was given.
+        """
+        if not isinstance(name, str) or not name:
+            raise InvalidInput(f"a backend's name must be a non-empty string, got {name!r}")
+        if name in self._backends and not replace:
+            raise InvalidInput(f"experts backend {name!r} is registered already; pass replace=True to replace it")
+        if not isinstance(backend, Backend):
+            if not callable(backend):
+                raise InvalidInput(f"a backend must be a Backend or a function, got {type(backend).__name__}")
+            backend = Backend(name, backend)
+        if backend.name != name:
+            raise InvalidInput(f"backend {backend.name!r} cannot be registered as {name!r}; the names must agree")
+        self._backends[name] = backend
+        return backend
+
+    def unregister(self, name: str) -> None:
+        """Forget a backend."""
+        del self._backends[self[name].name]
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order they were registered."""
+        return tuple(self._backends)
+
+    def __getitem__(self, name: str) -> Backend:
+        if name not in self._backends:
+            raise unknown_name("experts backend", name, self._backends)
+        return self._backends[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._backends
+
+    def select(self, weights: ExpertWeights, call: Call, name: str) -> Backend:
+        """The backend that runs this call: the one named, or the one a policy chooses.
+
+        Raises:
+            UnknownBackend: no backend has this name.
+            BackendUnavailable: the call's device cannot run it.
+            BackendRefused: it cannot run this call.
+        """
+        backend = self[name]
+        if reason := backend.machine_why_not(call.device):
+            raise BackendUnavailable(f"experts backend {name!r} cannot run on {call.device}: {reason}")
+        if reason := backend.why_not(weights, call):
+            raise BackendRefused(f"experts backend {name!r} cannot run this call: {reason}")
+        return backend if backend.choose is None else backend.choose(weights, call)
+
+    def explain(self, weights: ExpertWeights, call: Call, name: str = "auto") -> Explanation:
+        """What `select` would do, with every backend's reason."""
+        reasons = {
+            backend.name: backend.refusal(weights, call) for backend in self._backends.values() if not backend.choose
+        }
+        chosen = None if self[name].refusal(weights, call) else self.select(weights, call, name).name
+        return Explanation(name, chosen, reasons)
+
+
+ExpertsInterface = BackendRegistry()

@@ -1,0 +1,255 @@
+"""Pairs (token, expert) in the order that a backend wants, and back to tokens.
+
+Letters: T tokens, K experts per token, S = T·K routed pairs, E experts, H any row size. A pair's
+number is t·K + k. A row is a pair's place in the backend's order. Rows of pairs without an
+expert may hold anything, NaN included: they are selected away here, never multiplied by zero.
+
+Sums over K run in fp32 (float64 for float64 rows), in slot order, without atomics, and are
+rounded once; so the same call gives the same bits on every run.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .errors import InvalidInput
+
+# Elements of the fp32 temporary (tokens, K, H) that sum_pairs fills at a time: on CPU it should
+# stay near the caches, on a GPU one launch should do unless memory would notice.
+_CHUNK_CPU, _CHUNK_GPU = 2**20, 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOrder:
+    """Which pair lies in which row. Made by the two functions below, read by the others here.
+
+    Attributes:
+        top_k_index: (T, K), as given.
+        has_expert_TK: (T, K) bool, the id lies in [0, E).
+        expert_S: (S,) the expert of each row; E for rows of no expert.
+        pair_S: (S,) the pair in each row; None when rows are in pair order.
+        row_S: (S,) the row of each pair; None likewise.
+        ends_E: (E,) int32, one past the last row of each expert; None when rows are in pair order.
+    """
+
+    num_experts: int
+    has_expert_TK: Tensor
+    expert_S: Tensor
+    pair_S: Tensor | None = None
+    row_S: Tensor | None = None
+    ends_E: Tensor | None = None
+
+    def tokens_S(self) -> Tensor:
+        """(S,) the token of each row."""
+        T, K = self.has_expert_TK.shape
+        pair_S = torch.arange(T * K, device=self.expert_S.device) if self.pair_S is None else self.pair_S
+        return torch.div(pair_S, K, rounding_mode="floor")
+
+
+def group_by_expert(top_k_index: Tensor, num_experts: int) -> ExpertOrder:
+    """Sort the pairs so that each expert's rows are adjacent.
+
+    The sort is stable: within an expert, rows keep the order of their tokens.
+
+    Args:
+        top_k_index: (T, K) integer; an id outside [0, num_experts) means "no expert here" (a pair
+            that another rank owns, padding) and sorts last.
+        num_experts: E, experts held by this rank.
+
+    Returns:
+        The order; `ends_E[-1]` rows have an expert, the rest have none.
+
+    Raises:
+        InvalidInput: `top_k_index` is not two-dimensional.
+
+    >>> order = group_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=2)
+    >>> order.pair_S.tolist(), order.ends_E.tolist()
+    ([1, 0, 2, 3], [1, 3])
+    """
+    has_expert_TK, expert_S = _valid(top_k_index, num_experts)
+    expert_S, pair_S = torch.sort(expert_S, stable=True)
+    rows = torch.arange(pair_S.shape[0], device=pair_S.device)
+    row_S = torch.empty_like(pair_S).scatter_(0, pair_S, rows)
+    experts = torch.arange(num_experts, device=expert_S.device, dtype=expert_S.dtype)
+    ends_E = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+    return ExpertOrder(num_experts, has_expert_TK, expert_S, pair_S, row_S, ends_E)
+
+
+def keep_pair_order(top_k_index: Tensor, num_experts: int) -> ExpertOrder:
+    """Leave the pairs as they are, one row a pair.
+
+    >>> keep_pair_order(torch.tensor([[1, 0], [1, 2]]), num_experts=2).expert_S.tolist()
+    [1, 0, 1, 2]
+    """
+    return ExpertOrder(num_experts, *_valid(top_k_index, num_experts))
+
+
+def _valid(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    if top_k_index.dim() != 2:
+        raise InvalidInput(f"top_k_index must have shape (T, K), got {tuple(top_k_index.shape)}")
+    has_expert_TK = (top_k_index >= 0) & (top_k_index < num_experts)
+    return has_expert_TK, torch.where(has_expert_TK, top_k_index, num_experts).reshape(-1)
+
+
+def gather_tokens(x_TH: Tensor, order: ExpertOrder) -> Tensor:
+    """The row of x that each pair reads, (S, H), in the backend's order.
+
+    The gradient of x sums over a token's pairs in slot order; pairs of no expert add nothing.
+
+    >>> order = group_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=2)
+    >>> gather_tokens(torch.tensor([[1.0], [2.0]]), order).flatten().tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
+    out: Tensor = _GatherTokens.apply(x_TH, order.tokens_S(), order.row_S, order.has_expert_TK)
+    return out
+
+
+def combine(rows_SH: Tensor, top_k_weights: Tensor, order: ExpertOrder, dtype: torch.dtype) -> Tensor:
+    """Add each token's rows, weighted, (T, H): Σ_k top_k_weights[t, k] · row of the pair (t, k).
+
+    Args:
+        rows_SH: (S, H) results of the experts, in the backend's order.
+        top_k_weights: (T, K), any float dtype; applied in fp32.
+        order: from `group_by_expert` or `keep_pair_order`.
+        dtype: of the result.
+
+    >>> order = group_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=2)
+    >>> rows = torch.tensor([[10.0], [20.0], [30.0], [float("nan")]])
+    >>> combine(rows, torch.tensor([[0.5, 1.0], [1.0, 9.0]]), order, torch.float32).tolist()
+    [[20.0], [30.0]]
+    """
+    out: Tensor = _Combine.apply(
+        rows_SH, top_k_weights, order.tokens_S(), order.pair_S, order.row_S, order.has_expert_TK, dtype
+    )
+    return out
+
+
+def expert_bias(bias_EN: Tensor, order: ExpertOrder) -> Tensor:
+    """The bias that each row gets, (S, N); rows of no expert get the last expert's.
+
+    >>> order = group_by_expert(torch.tensor([[1, 0]]), num_experts=2)
+    >>> expert_bias(torch.tensor([[5.0], [7.0]]), order).flatten().tolist()
+    [5.0, 7.0]
+    """
+    out: Tensor = _ExpertBias.apply(bias_EN, order.expert_S)
+    return out
+
+
+def clear_rows_of_no_expert(rows_SH: Tensor, order: ExpertOrder) -> Tensor:
+    """Zero those rows, in the value and in the gradient.
+
+    For functions that a model brings along and that may have parameters: a NaN in a row that
+    nobody reads would still reach the parameters' gradients.
+    """
+    return torch.where((order.expert_S < order.num_experts)[:, None], rows_SH, 0)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _by_chunks(num_rows: int, row_elements: int, device: torch.device) -> list[slice]:
+    """Slices of the tokens, so that a temporary of `row_elements` a token stays bounded."""
+    if torch.compiler.is_compiling():
+        return [slice(None)]  # inductor fuses the whole expression; a loop would cost graphs
+    step = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_GPU) // max(1, row_elements))
+    return [slice(start, start + step) for start in range(0, max(num_rows, 1), step)]
+
+
+def _sum_pairs(
+    rows_SH: Tensor, weights_TK: Tensor | None, row_S: Tensor | None, has_expert_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """(T, H): the sum over each token's pairs, times the weights if there are any."""
+    T, K = has_expert_TK.shape
+    H = rows_SH.shape[-1]
+    acc = _accumulator(rows_SH.dtype)
+    row_TK = None if row_S is None else row_S.view(T, K)
+    parts = []
+    for part in _by_chunks(T, K * H, rows_SH.device):
+        keep = has_expert_TK[part]
+        if row_TK is None:
+            terms = rows_SH.view(T, K, H)[part]
+        else:
+            terms = rows_SH.index_select(0, row_TK[part].reshape(-1)).view(-1, K, H)
+        if weights_TK is not None:
+            terms = terms * weights_TK[part].to(acc)[..., None]
+        terms = torch.where(keep[..., None], terms, 0)
+        parts.append(terms.sum(1, dtype=acc).to(dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TH, token_S, row_S, has_expert_TK):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(row_S, has_expert_TK)
+        return x_TH.index_select(0, token_S)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SH):  # type: ignore[no-untyped-def]
+        row_S, has_expert_TK = ctx.saved_tensors
+        return _sum_pairs(grad_SH.contiguous(), None, row_S, has_expert_TK, grad_SH.dtype), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows_SH, weights_TK, token_S, pair_S, row_S, has_expert_TK, dtype):  # type: ignore[no-untyped-def]
+        needs_rows = ctx.needs_input_grad[1]
+        ctx.save_for_backward(
+            rows_SH if needs_rows else None, weights_TK, token_S, pair_S, row_S, has_expert_TK
+        )
+        ctx.rows_dtype = rows_SH.dtype
+        return _sum_pairs(rows_SH, weights_TK, row_S, has_expert_TK, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
+        rows_SH, weights_TK, token_S, pair_S, row_S, has_expert_TK = ctx.saved_tensors
+        acc = _accumulator(ctx.rows_dtype)
+        T, K = weights_TK.shape
+        H = grad_TH.shape[-1]
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            weight_S = torch.where(has_expert_TK, weights_TK, 0).to(acc).reshape(-1)
+            weight_S = weight_S if pair_S is None else weight_S.index_select(0, pair_S)
+            parts = [
+                (grad_TH.index_select(0, token_S[part]) * weight_S[part, None]).to(ctx.rows_dtype)
+                for part in _by_chunks(T * K, H, grad_TH.device)
+            ]
+            grad_rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if ctx.needs_input_grad[1]:
+            row_TK = None if row_S is None else row_S.view(T, K)
+            parts = []
+            for part in _by_chunks(T, K * H, grad_TH.device):
+                if row_TK is None:
+                    rows = rows_SH.view(T, K, H)[part]
+                else:
+                    rows = rows_SH.index_select(0, row_TK[part].reshape(-1)).view(-1, K, H)
+                dots = (rows.to(acc) * grad_TH[part].to(acc)[:, None]).sum(-1)
+                parts.append(torch.where(has_expert_TK[part], dots, 0).to(weights_TK.dtype))
+            grad_weights = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return grad_rows, grad_weights, None, None, None, None, None
+
+
+class _ExpertBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bias_EN, expert_S):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(expert_S)
+        ctx.num_experts, ctx.dtype = bias_EN.shape[0], bias_EN.dtype
+        return bias_EN.index_select(0, expert_S.clamp(max=bias_EN.shape[0] - 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SN):  # type: ignore[no-untyped-def]
+        # A product with a one-hot matrix: no atomics, fp32 sums, and no pass per expert.
+        (expert_S,) = ctx.saved_tensors
+        acc = _accumulator(grad_SN.dtype)
+        experts = torch.arange(ctx.num_experts, device=expert_S.device)
+        grad = torch.zeros(ctx.num_experts, grad_SN.shape[1], dtype=acc, device=grad_SN.device)
+        for part in _by_chunks(expert_S.shape[0], max(ctx.num_experts, grad_SN.shape[1]), grad_SN.device):
+            of_expert = expert_S[part]
+            rows = torch.where((of_expert < ctx.num_experts)[:, None], grad_SN[part], 0).to(acc)
+            grad = grad + (experts[:, None] == of_expert[None, :]).to(acc) @ rows
+        return grad.to(ctx.dtype), None

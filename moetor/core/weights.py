@@ -1,0 +1,226 @@
+"""One layer's expert weights and the facts about them.
+
+Letters: E experts, H hidden size, I intermediate size; N and K are the output and input size of
+one matrix. Nothing here is guessed from sizes: orientation, gate and interleaving are declared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .activation import Activation
+from .errors import InvalidInput
+from .formats import DENSE, Format
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A stack of E matrices.
+
+    Attributes:
+        data: (E, N, K), read through its strides; (E, K, N) if `transposed`; or a list of E
+            matrices, (N, K) or (K, N) each, for models that keep one module an expert.
+        bias: (E, N), or a list of E (N,), or None.
+        scale: of quantised formats.
+        format: how `data` is stored.
+        transposed: `data` is stored (in, out).
+    """
+
+    data: Tensor | list[Tensor]
+    bias: Tensor | list[Tensor] | None = None
+    scale: Tensor | None = None
+    format: Format = DENSE
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        data = self.data
+        if isinstance(data, Tensor):
+            if data.dim() != 3:
+                raise InvalidInput(f"expert weights must have shape (E, out, in), got {tuple(data.shape)}")
+        elif not data or any(matrix.dim() != 2 for matrix in data):
+            raise InvalidInput("a list of expert weights must hold one (out, in) matrix an expert, got another shape")
+        if isinstance(self.bias, Tensor) and tuple(self.bias.shape) != (self.num_experts, self.out_features):
+            raise InvalidInput(
+                f"expert biases must have shape (E, out) = ({self.num_experts}, {self.out_features}),"
+                f" got {tuple(self.bias.shape)}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.data) if isinstance(self.data, list) else self.data.shape[0]
+
+    @property
+    def first(self) -> Tensor:
+        """The tensor that carries dtype and device: the stack, or the list's first matrix."""
+        return self.data[0] if isinstance(self.data, list) else self.data
+
+    @property
+    def out_features(self) -> int:
+        return self.first.shape[-1 if self.transposed else -2]
+
+    @property
+    def in_features(self) -> int:
+        return self.first.shape[-2 if self.transposed else -1]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all experts lie in one tensor."""
+        return isinstance(self.data, Tensor)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in it, in a fixed order: data, then bias."""
+        tensors = list(self.data) if isinstance(self.data, list) else [self.data]
+        if self.bias is not None:
+            tensors += self.bias if isinstance(self.bias, list) else [self.bias]
+        return tensors
+
+    def stack_ENK(self) -> Tensor:
+        """The stack as (E, N, K), a view; made anew at each call, so that it is never stale."""
+        assert isinstance(self.data, Tensor), "a list of matrices has no stack; backends refuse it in why_not"
+        return self.data.transpose(1, 2) if self.transposed else self.data
+
+    def matrices(self) -> list[Tensor]:
+        """E matrices (N, K), views.
+
+        Through `unbind`, whose backward fills one gradient buffer; indexing the stack E times
+        would make E of them.
+        """
+        matrices = self.data if isinstance(self.data, list) else list(self.data.unbind(0))
+        return [matrix.t() for matrix in matrices] if self.transposed else matrices
+
+    def bias_EN(self) -> Tensor | None:
+        """The biases in one tensor."""
+        return torch.stack(self.bias) if isinstance(self.bias, list) else self.bias
+
+    def biases(self) -> list[Tensor] | list[None]:
+        """E biases (N,), or E times None."""
+        if self.bias is None:
+            return [None] * self.num_experts
+        return self.bias if isinstance(self.bias, list) else list(self.bias.unbind(0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Everything about one layer's experts that a backend may know.
+
+    Attributes:
+        up: the first product. With a gate: one Weight of N = 2I rows (gate rows first, or every
+            other row when `interleaved`), or a pair (gate, up) of I rows each. Without: I rows.
+        down: the second product, I to H.
+        activation: what happens in between.
+        gated: whether `up` holds a gate.
+        interleaved: rows of `up` are gate, up, gate, up …
+        after_down: applied to the rows (…, H) of the second product, before the routing weight.
+
+    >>> import torch
+    >>> up, down = torch.ones(4, 6, 5), torch.ones(4, 5, 3)
+    >>> weights = ExpertWeights(Weight(up), Weight(down))
+    >>> weights.num_experts, weights.hidden_size, weights.intermediate_size
+    (4, 5, 3)
+    """
+
+    up: Weight | tuple[Weight, Weight]
+    down: Weight
+    activation: Activation = field(default_factory=Activation)
+    gated: bool = True
+    interleaved: bool = False
+    after_down: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        ups = self.ups
+        if len(ups) == 2 and (not self.gated or self.interleaved):
+            raise InvalidInput("a pair (gate, up) is gated and not interleaved by what it is; got other flags")
+        rows = sum(up.out_features for up in ups)
+        expected = self.intermediate_size * (2 if self.gated else 1)
+        if rows != expected:
+            raise InvalidInput(
+                f"the first product must have {'2·I' if self.gated else 'I'} = {expected} rows for"
+                f" I = {self.intermediate_size} columns of the second, got {rows}"
+            )
+        if any(up.in_features != self.hidden_size for up in ups):
+            raise InvalidInput(
+                f"the first product must take H = {self.hidden_size} columns, as the second gives them,"
+                f" got {[up.in_features for up in ups]}"
+            )
+        if any(up.num_experts != self.down.num_experts for up in ups):
+            raise InvalidInput(
+                f"both products need the same number of experts, got {[w.num_experts for w in self.all]}"
+            )
+        if len({(w.first.dtype, w.first.device) for w in self.all}) > 1:
+            raise InvalidInput(
+                "all weights of a layer must share dtype and device, got "
+                + ", ".join(f"{w.first.dtype} on {w.first.device}" for w in self.all)
+            )
+
+    @property
+    def ups(self) -> tuple[Weight, ...]:
+        """The Weights of the first product: one, or gate and up."""
+        return self.up if isinstance(self.up, tuple) else (self.up,)
+
+    @property
+    def all(self) -> tuple[Weight, ...]:
+        """Every Weight: those of the first product, then the second."""
+        return (*self.ups, self.down)
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down.out_features
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.in_features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.down.first.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.down.first.device
+
+    @property
+    def format(self) -> Format:
+        return self.down.format
+
+    @property
+    def stacked(self) -> bool:
+        return all(weight.stacked for weight in self.all)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the layer, in a fixed order."""
+        return [tensor for weight in self.all for tensor in weight.tensors()]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "ExpertWeights":
+        """The same layer with `fn` applied to every tensor, list members included."""
+
+        def one(weight: Weight) -> Weight:
+            data = [fn(t) for t in weight.data] if isinstance(weight.data, list) else fn(weight.data)
+            bias = weight.bias
+            if bias is not None:
+                bias = [fn(t) for t in bias] if isinstance(bias, list) else fn(bias)
+            return replace(weight, data=data, bias=bias)
+
+        up = (one(self.up[0]), one(self.up[1])) if isinstance(self.up, tuple) else one(self.up)
+        return replace(self, up=up, down=one(self.down))
+
+
+def apply_gate(weights: ExpertWeights, products: tuple[Tensor, ...]) -> Tensor:
+    """First product(s), (…, 2I), (…, I) or a pair of (…, I), to the input (…, I) of the second."""
+    activation = weights.activation
+    if activation.fn is not None:
+        return activation.fn(products[0] if len(products) == 1 else torch.cat(products, dim=-1))
+    if len(products) == 2:
+        return activation(products[0], products[1])
+    (product,) = products
+    if not weights.gated:
+        return activation(product, None)
+    if weights.interleaved:
+        return activation(product[..., 0::2], product[..., 1::2])
+    gate, up = product.chunk(2, dim=-1)
+    return activation(gate, up)

@@ -1,0 +1,1 @@
+"""Products of raw tensors: tensors in, tensors out, nothing of models. One folder an op."""

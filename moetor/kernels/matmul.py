@@ -1,0 +1,74 @@
+"""One product with the dtypes that experts meet: mixed ones under autocast, fp32 results for fp16.
+
+A large expert output with a small routing weight must not become inf, so for fp16 the second
+product gives fp32. Where dtypes differ, the weights follow the activations, one matrix at a time.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def result_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an expert's output rows for activations of `dtype`."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Switch autocast off, if it is on: a backward pass may run inside the user's block."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """a (M, K) @ b (K, N), or batches of both, computed in a's dtype or wider, given in `dtype`.
+
+    >>> matmul(torch.full((1, 1), 300.0).half(), torch.full((1, 1), 300.0).half(), torch.float32)
+    tensor([[90000.]])
+    """
+    with without_autocast(a.device.type):
+        return _matmul(a, b, dtype, out)
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    product = torch.bmm if a.dim() == 3 else torch.mm
+    if b.dtype != a.dtype:
+        b = b.to(a.dtype)
+    if a.dtype == dtype:
+        return product(a, b) if out is None else product(a, b, out=out)
+    widen = torch.promote_types(a.dtype, dtype) == dtype
+    if not widen:
+        result = product(a, b).to(dtype)
+    elif a.is_cuda and dtype == torch.float32:
+        result = product(a, b, out_dtype=torch.float32)  # type: ignore[call-overload]
+    else:
+        result = product(a.to(dtype), b.to(dtype))
+    return result if out is None else out.copy_(result)
+
+
+def linear(x_SK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x · wᵀ + bias in `dtype`, with gradients; a converted w is not kept for the backward pass."""
+    if x_SK.dtype == w_NK.dtype == dtype and (bias_N is None or bias_N.dtype == dtype):
+        return F.linear(x_SK, w_NK, bias_N)
+    out: Tensor = _MixedLinear.apply(x_SK, w_NK, dtype)
+    return out if bias_N is None else (out + bias_N.to(dtype))
+
+
+class _MixedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_SK, w_NK, dtype):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_SK, w_NK)
+        return matmul(x_SK, w_NK.t(), dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SN):  # type: ignore[no-untyped-def]
+        x_SK, w_NK = ctx.saved_tensors
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = matmul(grad_SN, w_NK, x_SK.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = matmul(grad_SN.t(), x_SK, w_NK.dtype)
+        return grad_x, grad_w, None
