@@ -95,7 +95,7 @@ def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, t
     devices = {hidden_states.device, top_k_index.device, top_k_weights.device, weights.device}
     if len(devices) > 1:
         raise InvalidInput(f"all tensors of a call must be on one device, got {sorted(map(str, devices))}")
-    if hidden_states.dtype != weights.dtype and not weights.format.quantized:
+    if hidden_states.dtype != weights.dtype and not weights.quantized:
         if compute_dtype(hidden_states) == hidden_states.dtype and not torch.is_autocast_enabled(
             hidden_states.device.type
         ):

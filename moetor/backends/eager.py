@@ -10,8 +10,8 @@ from ..kernels.matmul import linear, result_dtype
 
 
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
-    if weights.format.quantized:
-        return f"needs dense weights, got {weights.format.name}"
+    if weights.quantized:
+        return f"needs dense weights, got {weights.format}"
     if call.capturing:
         return "reads the number of tokens of each expert on the host, which a CUDA graph cannot capture"
     return None

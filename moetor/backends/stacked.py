@@ -15,8 +15,8 @@ Product = Callable[[Tensor, Weight, torch.dtype], Tensor]
 
 def why_not(weights: ExpertWeights) -> str | None:
     """The reason that holds for both."""
-    if weights.format.quantized:
-        return f"needs dense weights, got {weights.format.name}"
+    if weights.quantized:
+        return f"needs dense weights, got {weights.format}"
     if not weights.stacked:
         return "needs the experts' weights in one tensor, got a list; moetor.stack_experts(model) makes one"
     return None

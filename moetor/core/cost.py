@@ -6,6 +6,7 @@ taken as uniform and independent unless the number of experts hit is given.
 
 from dataclasses import dataclass
 
+from .formats import FORMATS
 from .weights import ExpertWeights
 
 
@@ -47,7 +48,7 @@ def bytes_per_expert(weights: ExpertWeights) -> float:
     180.0
     """
     return sum(
-        weight.out_features * weight.in_features * (weight.format.bits or weight.first.element_size() * 8) / 8
+        weight.out_features * weight.in_features * (FORMATS[weight.format].bits or weight.first.element_size() * 8) / 8
         for weight in weights.all
     )
 
@@ -60,7 +61,7 @@ def cost(weights: ExpertWeights, num_tokens: int, top_k: int, hit: float | None 
     """
     T, H, I = num_tokens, weights.hidden_size, weights.intermediate_size
     pairs = T * top_k
-    element = 2 if weights.format.quantized else weights.down.first.element_size()
+    element = 2 if weights.quantized else weights.down.first.element_size()
     columns = sum(up.out_features for up in weights.ups)
     if hit is None:
         hit = experts_hit(T, top_k, weights.num_experts)

@@ -1,6 +1,7 @@
 """How the numbers of one stack of experts are stored.
 
-A format is data: backends read it in `why_not`, quantisation reads it to encode and decode.
+A format is data: backends read it in `why_not`, quantisation reads it to encode and decode. A
+Weight carries its name, since torch.compile traces strings and not objects of ours as defaults.
 """
 
 from dataclasses import dataclass
@@ -29,4 +30,4 @@ class Format:
         return self.block is not None
 
 
-DENSE = Format("dense")
+FORMATS: dict[str, Format] = {"dense": Format("dense")}

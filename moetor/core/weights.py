@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .activation import Activation
 from .errors import InvalidInput
-from .formats import DENSE, Format
+from .formats import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,20 @@ class Weight:
             matrices, (N, K) or (K, N) each, for models that keep one module an expert.
         bias: (E, N), or a list of E (N,), or None.
         scale: of quantised formats.
-        format: how `data` is stored.
+        format: how `data` is stored, a key of `formats.FORMATS`.
         transposed: `data` is stored (in, out).
     """
 
     data: Tensor | list[Tensor]
     bias: Tensor | list[Tensor] | None = None
     scale: Tensor | None = None
-    format: Format = DENSE
+    format: str = "dense"
     transposed: bool = False
 
     def __post_init__(self) -> None:
         data = self.data
+        if self.format not in FORMATS:
+            raise InvalidInput(f"unknown format {self.format!r} of expert weights; known: {', '.join(FORMATS)}")
         if isinstance(data, Tensor):
             if data.dim() != 3:
                 raise InvalidInput(f"expert weights must have shape (E, out, in), got {tuple(data.shape)}")
@@ -185,8 +187,12 @@ class ExpertWeights:
         return self.down.first.device
 
     @property
-    def format(self) -> Format:
+    def format(self) -> str:
         return self.down.format
+
+    @property
+    def quantized(self) -> bool:
+        return FORMATS[self.down.format].quantized
 
     @property
     def stacked(self) -> bool:

@@ -1,0 +1,24 @@
+"""moetor's experts in models of Hugging Face transformers.
+
+Importing this registers "moetor" among transformers' experts functions.
+"""
+
+from .adapters import experts_of
+from .attach import attach
+from .auto import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+)
+
+__all__ = [
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSeq2SeqLM",
+    "attach",
+    "experts_of",
+]

@@ -1,0 +1,110 @@
+"""Give a transformers model its experts backends: `attach`, and the methods it adds.
+
+Decorated experts call whatever function their config names; each experts module gets a copy of
+its config that names ours. The class of the model and of every nested model is exchanged for a
+subclass of the same name with the methods below; the subclass is made anew by unpickling.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ...core.errors import InvalidInput
+from ...forward import experts_forward
+from .adapters import experts_of
+from .choice import CHOICE, SEAM, Choice, current, plan, set_backend
+from .explain import ModelExplanation, explain_model
+
+
+def run_experts(
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor | None = None,
+    top_k_weights: Tensor | None = None,
+    router_indices: Tensor | None = None,
+    routing_weights: Tensor | None = None,
+) -> Tensor:
+    """The forward of an experts module, as transformers' interface calls it; two models name theirs otherwise."""
+    index = router_indices if top_k_index is None else top_k_index
+    weights = routing_weights if top_k_weights is None else top_k_weights
+    if index is None or weights is None:
+        raise InvalidInput(f"{type(module).__name__} needs the chosen experts and their weights of each token")
+    return experts_forward(experts_of(module), hidden_states, index, weights, module.__dict__.get(CHOICE, "auto"))
+
+
+class ExpertsMethods:
+    """What `attach` adds to a model's class, and to that of every nested model."""
+
+    def set_experts_implementation(self: Any, experts_implementation: Choice) -> None:
+        """Choose the backend of the experts, now, without reloading.
+
+        Args:
+            experts_implementation: a name for all, or a dict from sub-config to name: "" is
+                everything not named otherwise, dots reach nested ones ("thinker_config.text_config").
+
+        Raises:
+            UnknownBackend, BackendUnavailable, InvalidInput: see `choice.plan`; nothing is changed.
+        """
+        for module, name in plan(self, experts_implementation):
+            set_backend(module, name)
+
+    def get_experts_implementation(self: Any) -> dict[str, str]:
+        """The backend of this model ("") and of each sub-config, in the form that `set` accepts."""
+        return current(self)
+
+    def explain_experts(self: Any) -> ModelExplanation:
+        """What runs where, and why every other backend does not."""
+        return explain_model(self)
+
+    @contextmanager
+    def _optimize_model_for_decode(self: Any) -> Iterator[None]:
+        # transformers would switch grouped_mm to batched_mm here, whatever the batch size.
+        yield
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return _empty, (type(self)._moetor_base,), self.__getstate__()
+
+
+@functools.cache
+def _with_methods(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (ExpertsMethods, base), {**names, "_moetor_base": base})
+
+
+def _empty(base: type[PreTrainedModel]) -> PreTrainedModel:
+    """An instance without state, for unpickling and deepcopy."""
+    cls = _with_methods(base)
+    return cls.__new__(cls)
+
+
+def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> PreTrainedModel:
+    """Run the experts of a transformers model, whoever loaded it, through moetor.
+
+    Args:
+        model: changed in place: its class gains the methods of `ExpertsMethods`.
+        experts_implementation: see `ExpertsMethods.set_experts_implementation`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InvalidInput: not a transformers model, or it has no experts and a backend other than
+            eager was named.
+        UnknownBackend, BackendUnavailable: see `choice.plan`; the model is left as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidInput(f"attach needs a transformers PreTrainedModel, got {type(model).__name__}")
+    for module, name in plan(model, experts_implementation):
+        set_backend(module, name)
+    for nested in model.modules():
+        if isinstance(nested, PreTrainedModel) and not isinstance(nested, ExpertsMethods):
+            nested.__class__ = _with_methods(type(nested))
+    return model
+
+
+ALL_EXPERTS_FUNCTIONS.register(SEAM, run_experts)

@@ -1,0 +1,130 @@
+"""transformers' Auto classes, with `experts_implementation` understood by moetor."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from .attach import attach
+from .checkpoint import readable, require_all_experts
+from .choice import Choice, plan, require_known
+
+# What decides which files a config comes from; the rest of the keywords is the model's.
+_HUB_KEYWORDS = (
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+
+
+class _Auto:
+    """Shared by the classes below, each of which stands for the one of its name in transformers."""
+
+    _peer: str
+
+    def __init__(self) -> None:
+        raise OSError(f"{type(self).__name__} is made by `from_pretrained` or `from_config`, not by calling it")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        experts_implementation: Choice = "auto",
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model as transformers does, with its experts run by moetor.
+
+        Args:
+            pretrained_model_name_or_path: a folder or a hub id.
+            experts_implementation: a backend's name, or a dict from sub-config to name; see
+                `set_experts_implementation`.
+            model_args, kwargs: as in transformers.
+
+        Returns:
+            The model, or (model, loading info) with `output_loading_info=True`.
+
+        Raises:
+            UnknownBackend, BackendUnavailable, InvalidInput: before anything is loaded.
+            CheckpointError: a file that cannot be read, or experts that the checkpoint lacks.
+        """
+        require_known(experts_implementation)
+        if experts_implementation not in ("auto", "eager"):
+            cls._require_fitting(pretrained_model_name_or_path, experts_implementation, kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        with readable(pretrained_model_name_or_path):
+            model, info = cls._transformers().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        require_all_experts(model, info, pretrained_model_name_or_path)
+        attach(model, experts_implementation)
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def from_config(cls, config: Any, *, experts_implementation: Choice = "auto", **kwargs: Any) -> Any:
+        """Build a model with random weights from a config, with its experts run by moetor.
+
+        Raises:
+            UnknownBackend, BackendUnavailable, InvalidInput: see `from_pretrained`.
+        """
+        require_known(experts_implementation)
+        return attach(cls._transformers().from_config(config, **kwargs), experts_implementation)
+
+    @classmethod
+    def register(cls, *args: Any, **kwargs: Any) -> None:
+        """Register a config and model class, as with transformers' class."""
+        cls._transformers().register(*args, **kwargs)
+
+    @classmethod
+    def _transformers(cls) -> Any:
+        return getattr(transformers, cls._peer)
+
+    @classmethod
+    def _require_fitting(cls, name_or_path: Any, choice: Choice, kwargs: dict[str, Any]) -> None:
+        """Raise for keys or backends that do not fit the model, from its skeleton, before its weights are read."""
+        config = kwargs.get("config")
+        hub = {name: kwargs[name] for name in _HUB_KEYWORDS if name in kwargs}
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(name_or_path, **hub)
+        elif isinstance(config, str):
+            config = transformers.AutoConfig.from_pretrained(config, **hub)
+        remote = {name: hub[name] for name in ("trust_remote_code", "code_revision") if name in hub}
+        with torch.device("meta"):
+            skeleton = cls._transformers().from_config(config, **remote)
+        plan(skeleton, choice)
+
+
+class AutoModel(_Auto):
+    """transformers.AutoModel with moetor's experts."""
+
+    _peer = "AutoModel"
+
+
+class AutoModelForCausalLM(_Auto):
+    """transformers.AutoModelForCausalLM with moetor's experts."""
+
+    _peer = "AutoModelForCausalLM"
+
+
+class AutoModelForImageTextToText(_Auto):
+    """transformers.AutoModelForImageTextToText with moetor's experts."""
+
+    _peer = "AutoModelForImageTextToText"
+
+
+class AutoModelForMultimodalLM(_Auto):
+    """transformers.AutoModelForMultimodalLM with moetor's experts."""
+
+    _peer = "AutoModelForMultimodalLM"
+
+
+class AutoModelForSeq2SeqLM(_Auto):
+    """transformers.AutoModelForSeq2SeqLM with moetor's experts."""
+
+    _peer = "AutoModelForSeq2SeqLM"
