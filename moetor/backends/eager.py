@@ -26,8 +26,10 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
     ends = order.ends_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     rows_of = x_SH.split([*sizes, x_SH.shape[0] - ends[-1]])
-    # With no rows at all one expert still runs, so that every tensor stays in the graph.
-    hit = [expert for expert, size in enumerate(sizes) if size] or [0]
+    # With no rows at all one expert still runs, so that every tensor stays in the graph; where
+    # each expert has tensors of its own, all of them do.
+    every = not weights.stacked and torch.is_grad_enabled()
+    hit = [expert for expert, size in enumerate(sizes) if size or every] or [0]
 
     ups = [(up.matrices(), up.biases()) for up in weights.ups]
     downs, down_biases = weights.down.matrices(), weights.down.biases()

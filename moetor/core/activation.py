@@ -43,7 +43,7 @@ class Activation:
 
     >>> import torch
     >>> gate, up = torch.tensor([[0.0, 8.0]]), torch.tensor([[1.0, 3.0]])
-    >>> Activation("relu", limit=2.0)(gate, up)
+    >>> Activation("relu", limit=2.0).apply(gate, up)
     tensor([[0., 4.]])
     """
 
@@ -82,8 +82,10 @@ class Activation:
             and self.up_softcap is None
         )
 
-    def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
+    def apply(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """Apply to gate (…, I) and up (…, I), or to gate alone when experts have no gate.
+
+        (Not `__call__`: torch 2.11 cannot trace a call of an object that was built while tracing.)
 
         Half precision: a plain gate runs in the dtype, as its two roundings are below those of
         the products; anything with clamps or soft-caps runs in fp32 and is rounded once.
@@ -115,3 +117,6 @@ class Activation:
 
 def _softcap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
+
+
+SILU = Activation("silu")

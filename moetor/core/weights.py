@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .activation import Activation
+from .activation import SILU, Activation
 from .errors import InvalidInput
 from .formats import FORMATS
 
@@ -125,7 +125,7 @@ class ExpertWeights:
 
     up: Weight | tuple[Weight, Weight]
     down: Weight
-    activation: Activation = field(default_factory=Activation)
+    activation: Activation = field(default_factory=lambda: SILU)
     gated: bool = True
     interleaved: bool = False
     after_down: Callable[[Tensor], Tensor] | None = None
@@ -222,11 +222,11 @@ def apply_gate(weights: ExpertWeights, products: tuple[Tensor, ...]) -> Tensor:
     if activation.fn is not None:
         return activation.fn(products[0] if len(products) == 1 else torch.cat(products, dim=-1))
     if len(products) == 2:
-        return activation(products[0], products[1])
+        return activation.apply(products[0], products[1])
     (product,) = products
     if not weights.gated:
-        return activation(product, None)
+        return activation.apply(product, None)
     if weights.interleaved:
-        return activation(product[..., 0::2], product[..., 1::2])
+        return activation.apply(product[..., 0::2], product[..., 1::2])
     gate, up = product.chunk(2, dim=-1)
-    return activation(gate, up)
+    return activation.apply(gate, up)

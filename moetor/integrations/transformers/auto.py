@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from .attach import attach
-from .checkpoint import readable, require_all_experts
+from .checkpoint import explained, require_fit
 from .choice import Choice, plan, require_known
 
 # What decides which files a config comes from; the rest of the keywords is the model's.
@@ -52,17 +52,22 @@ class _Auto:
 
         Raises:
             UnknownBackend, BackendUnavailable, InvalidInput: before anything is loaded.
-            CheckpointError: a file that cannot be read, or experts that the checkpoint lacks.
+            CheckpointError: a file that is missing or cannot be read, experts that the checkpoint lacks,
+                or tensors of another shape than the model's.
         """
         require_known(experts_implementation)
         if experts_implementation not in ("auto", "eager"):
             cls._require_fitting(pretrained_model_name_or_path, experts_implementation, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        with readable(pretrained_model_name_or_path):
+        with explained(pretrained_model_name_or_path, kwargs):
+            # Told to ignore shapes that differ, transformers says which they are.
             model, info = cls._transformers().from_pretrained(
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *model_args,
+                output_loading_info=True,
+                **{**kwargs, "ignore_mismatched_sizes": True},
             )
-        require_all_experts(model, info, pretrained_model_name_or_path)
+        require_fit(model, info, pretrained_model_name_or_path, kwargs)
         attach(model, experts_implementation)
         return (model, info) if wants_info else model
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...core.interface import Call, Explanation, ExpertsInterface
+from ...core.interface import Call, ExpertsInterface, Explanation
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key
 

@@ -41,7 +41,7 @@ def read_gate(module: nn.Module, *, gated: bool, interleaved: bool) -> Activatio
         except RuntimeError:
             return None  # it wants the model's own sizes or device
         for candidate in _candidates(module, act_fn, limit, gated):
-            found = candidate(gate, up if gated else None)
+            found = candidate.apply(gate, up if gated else None)
             if found.shape == expected.shape and (found - expected).abs().max() <= _TOLERANCE * expected.abs().max():
                 return candidate
     return None

@@ -1,0 +1,105 @@
+"""What is wrong with the files of a checkpoint, for naming it once a load has failed.
+
+transformers stacks one tensor per expert while loading; when that fails its error tells neither
+which tensor nor which file it was. The files are compared with each other only, so this knows
+nothing of models, and finds nothing where it cannot look (other formats than safetensors).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+
+# "model.layers.0.mlp.experts." "3" "gate_proj.weight"
+_ONE_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
+
+_Shape = tuple[int, ...]
+
+
+def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
+    """A sentence that follows "checkpoint X …", or None if the files look right.
+
+    Args:
+        name_or_path, keywords: as given to `from_pretrained`; a hub id is looked up in the cache.
+    """
+    folder = _folder(name_or_path, keywords)
+    if folder is None:
+        return None
+    shapes: dict[str, _Shape] = {}
+    try:
+        files = _weight_files(folder, keywords.get("variant"))
+    except ValueError as error:
+        return f"has an index that cannot be read: {error}"
+    for file in files:
+        if not file.is_file():
+            return f"lacks the file {file.name!r} that its index names"
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            return f"has a file {file.name!r} that cannot be read: {error}"
+    return _fault_of_experts(shapes)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many there are besides."""
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _folder(name_or_path: Any, keywords: Mapping[str, Any]) -> Path | None:
+    if name_or_path is None:
+        return None
+    subfolder = keywords.get("subfolder") or ""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path, subfolder)
+    try:
+        config = try_to_load_from_cache(
+            str(name_or_path),
+            str(PurePosixPath(subfolder, "config.json")),
+            cache_dir=keywords.get("cache_dir"),
+            revision=keywords.get("revision"),
+        )
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The safetensors files that transformers would read; ValueError if the index is broken."""
+    infix = f".{variant}" if variant else ""
+    single, index = folder / f"model{infix}.safetensors", folder / f"model.safetensors.index{infix}.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _fault_of_experts(shapes: Mapping[str, _Shape]) -> str | None:
+    """Tensors that the other experts of a layer have, and those whose shape is unlike the others'."""
+    layers: dict[str, dict[str, dict[int, _Shape]]] = {}
+    for key, shape in shapes.items():
+        if match := _ONE_EXPERT.fullmatch(key):
+            layer, expert, part = match.groups()
+            layers.setdefault(layer, {}).setdefault(part, {})[int(expert)] = shape
+    lacking = []
+    for layer, parts in layers.items():
+        num_experts = 1 + max(max(experts) for experts in parts.values())
+        for part, experts in parts.items():
+            lacking += [f"{layer}{expert}.{part}" for expert in range(num_experts) if expert not in experts]
+    if lacking:
+        return f"lacks expert weights: {listed(lacking)}"
+    for layer, parts in layers.items():
+        for part, experts in parts.items():
+            usual, count = Counter(experts.values()).most_common(1)[0]
+            odd = [f"{layer}{expert}.{part} {shape}" for expert, shape in experts.items() if shape != usual]
+            if 0 < len(odd) < count:
+                return f"has expert weights of another shape than the other experts' {usual}: {listed(odd)}"
+    return None

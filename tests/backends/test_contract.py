@@ -1,0 +1,24 @@
+"""Every backend, over the whole contract: results and gradients against a float64 loop."""
+
+import pytest
+
+from moetor import ExpertsInterface
+from moetor.testing import Case, check_case, contract_cases, make_inputs
+from moetor.testing.contract import refusal
+
+BUILT_IN = ("auto", "grouped_mm", "batched_mm", "eager")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", contract_cases(), ids=str)
+@pytest.mark.parametrize("backend", BUILT_IN)
+def test_result_and_gradients_are_right_twice(backend: str, case: Case, device: str) -> None:
+    inputs = make_inputs(case, device)
+    if reason := refusal(backend, inputs):
+        pytest.skip(reason)
+    problems, _ = check_case(backend, inputs)
+    assert not problems, "; ".join(problems)
+
+
+def test_the_list_above_is_complete() -> None:
+    assert set(BUILT_IN) == set(ExpertsInterface.names())
