@@ -8,7 +8,7 @@ from torch import Tensor
 from . import backends as _backends  # noqa: F401  registers ours
 from . import debug
 from .core.errors import InvalidInput
-from .core.interface import Backend, Call, ExpertsInterface, compute_dtype, describe_call
+from .core.interface import Backend, Call, ExpertsInterface, describe_call
 from .core.weights import ExpertWeights
 
 # Overrides every choice, for hunting a bug: MOETOR_EXPERTS=eager.
@@ -95,13 +95,11 @@ def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, t
     devices = {hidden_states.device, top_k_index.device, top_k_weights.device, weights.device}
     if len(devices) > 1:
         raise InvalidInput(f"all tensors of a call must be on one device, got {sorted(map(str, devices))}")
-    if hidden_states.dtype != weights.dtype and not weights.quantized:
-        if compute_dtype(hidden_states) == hidden_states.dtype and not torch.is_autocast_enabled(
-            hidden_states.device.type
-        ):
-            raise InvalidInput(
-                f"hidden_states must have the dtype of the weights, {weights.dtype}, got {hidden_states.dtype};"
-                " convert one of them, or run inside torch.autocast"
-            )
+    mixed = hidden_states.dtype != weights.dtype and not weights.quantized
+    if mixed and not torch.is_autocast_enabled(hidden_states.device.type):
+        raise InvalidInput(
+            f"hidden_states must have the dtype of the weights, {weights.dtype}, got {hidden_states.dtype};"
+            " convert one of them, or run inside torch.autocast"
+        )
     if debug.checking() and not torch.compiler.is_compiling():
         debug.require_valid_ids(top_k_index, weights.num_experts)

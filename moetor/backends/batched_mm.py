@@ -41,4 +41,6 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
     return stacked_forward(product, weights, hidden_states, top_k_weights, order)
 
 
-BACKEND = Backend("batched_mm", forward, why_not=why_not, summary="gathered matrices and one bmm, for few tokens on a GPU")
+BACKEND = Backend(
+    "batched_mm", forward, why_not=why_not, summary="gathered matrices and one bmm, for few tokens on a GPU"
+)

@@ -32,4 +32,6 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
     return stacked_forward(product, weights, hidden_states, top_k_weights, order)
 
 
-BACKEND = Backend("grouped_mm", forward, why_not=why_not, summary="pairs sorted by expert, one grouped product each way")
+BACKEND = Backend(
+    "grouped_mm", forward, why_not=why_not, summary="pairs sorted by expert, one grouped product each way"
+)

@@ -58,9 +58,8 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.kind != "custom" and self.kind not in KINDS:
-            raise InvalidInput(
-                f"an activation's kind must be one of {', '.join(KINDS)} or come from Activation.custom, got {self.kind!r}"
-            )
+            known = ", ".join(KINDS)
+            raise InvalidInput(f"an activation must be one of {known} or Activation.custom, got {self.kind!r}")
         if (self.kind == "custom") != (self.fn is not None):
             raise InvalidInput(f"only a custom activation has a function, got kind={self.kind!r} and fn={self.fn}")
         if self.kind != "silu" and (self.alpha != 1.0 or self.gate_softcap is not None):

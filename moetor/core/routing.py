@@ -197,9 +197,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_SH, weights_TK, token_S, pair_S, row_S, has_expert_TK, dtype):  # type: ignore[no-untyped-def]
         needs_rows = ctx.needs_input_grad[1]
-        ctx.save_for_backward(
-            rows_SH if needs_rows else None, weights_TK, token_S, pair_S, row_S, has_expert_TK
-        )
+        ctx.save_for_backward(rows_SH if needs_rows else None, weights_TK, token_S, pair_S, row_S, has_expert_TK)
         ctx.rows_dtype = rows_SH.dtype
         return _sum_pairs(rows_SH, weights_TK, row_S, has_expert_TK, dtype)
 

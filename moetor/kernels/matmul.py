@@ -42,7 +42,7 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Ten
     if not widen:
         result = product(a, b).to(dtype)
     elif a.is_cuda and dtype == torch.float32:
-        result = product(a, b, out_dtype=torch.float32)  # type: ignore[call-overload]
+        result = product(a, b, out_dtype=torch.float32)
     else:
         result = product(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)

@@ -1,9 +1,9 @@
 """The contract of a backend, as a test suite for strangers and for ourselves.
 
-    >>> import moetor, moetor.testing
-    >>> report = moetor.testing.check_backend("eager", moetor.testing.contract_cases()[:2])
-    >>> report.passed
-    2
+>>> import moetor, moetor.testing
+>>> report = moetor.testing.check_backend("eager", moetor.testing.contract_cases()[:2])
+>>> report.passed
+2
 """
 
 from .cases import Case, Inputs, contract_cases, make_inputs, prime_memory

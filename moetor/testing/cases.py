@@ -108,8 +108,8 @@ def contract_cases() -> list[Case]:
         replace(base, hidden=4, intermediate=2),
         replace(base, hidden=64, intermediate=64, layout="transposed"),
     ]
-    cases += [replace(base, frozen=frozenset(frozen), bias=True) for frozen in
-              (("x",), ("weights",), ("routing",), ("x", "routing"), ("x", "weights"), ("x", "weights", "routing"))]  # fmt: skip
+    some = ("x", "weights", "routing", "x routing", "x weights", "x weights routing")
+    cases += [replace(base, frozen=frozenset(names.split()), bias=True) for names in some]
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     grid = [replace(case, dtype=dtype) for dtype in dtypes for case in dict.fromkeys(cases)]
     return grid + [replace(base, dtype=dtype, routing_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
@@ -155,11 +155,12 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         x = _embed(x, case.layout)
     routing_dtype = case.routing_dtype or torch.promote_types(case.dtype, torch.float32)
     routing = torch.rand(T, K, generator=generator, dtype=torch.float64).to(routing_dtype).to(device)
+    ids = _ids(case, generator).to(device)
     return Inputs(
         case,
         weights,
         x.detach().requires_grad_("x" not in case.frozen),
-        _ids(case, generator).to(device) if case.routing != "strided" else _embed(_ids(case, generator).to(device), "strided"),
+        _embed(ids, "strided") if case.routing == "strided" else ids,
         routing.requires_grad_("routing" not in case.frozen),
     )
 

@@ -44,9 +44,7 @@ class Report:
         return "\n".join(lines)
 
 
-def check_backend(
-    name: str, cases: Iterable[Case] | None = None, device: torch.device | str = "cpu"
-) -> Report:
+def check_backend(name: str, cases: Iterable[Case] | None = None, device: torch.device | str = "cpu") -> Report:
     """Run a registered backend over the contract.
 
     Each case is run forward and backward, twice, in memory full of NaN: results and gradients

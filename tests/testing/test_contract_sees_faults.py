@@ -78,7 +78,9 @@ def differs_from_run_to_run(w: ExpertWeights, x: Tensor, ids: Tensor, routing: T
 def reads_the_buffer_behind_a_view(w: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
     def flat(weight: Weight) -> Weight:
         data = weight.data
-        return weight if isinstance(data, list) else replace(weight, data=torch.as_strided(data, data.shape, _dense(data)))
+        return (
+            weight if isinstance(data, list) else replace(weight, data=torch.as_strided(data, data.shape, _dense(data)))
+        )
 
     return good(replace(w, down=flat(w.down)), x, ids, routing)
 

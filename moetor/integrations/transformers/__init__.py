@@ -4,7 +4,6 @@ Importing this registers "moetor" among transformers' experts functions.
 """
 
 from .adapters import experts_of
-from .attach import attach
 from .auto import (
     AutoModel,
     AutoModelForCausalLM,
@@ -12,6 +11,7 @@ from .auto import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
 )
+from .methods import attach
 
 __all__ = [
     "AutoModel",

@@ -115,7 +115,8 @@ def _read_facts(module: nn.Module) -> Facts:
 def _require_known_parts(module: nn.Module, parameters: set[str], children: set[str]) -> None:
     """A parameter or a child of unknown use would be left out of the result: refuse it."""
     have = {name for name, _ in module.named_parameters(recurse=False)}
-    have |= set(module._modules.get("parametrizations") or ())  # parametrised tensors live there
+    parametrized = module._modules.get("parametrizations")
+    have |= set(parametrized) if isinstance(parametrized, nn.ModuleDict) else set()
     unknown = sorted(have - parameters)
     unknown += sorted({name for name, _ in module.named_children()} - children - {"parametrizations"})
     missing = sorted(parameters - have)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import transformers
 
-from .attach import attach
 from .checkpoint import explained, require_fit
 from .choice import Choice, plan, require_known
+from .methods import attach
 
 # What decides which files a config comes from; the rest of the keywords is the model's.
 _HUB_KEYWORDS = (

@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..matmul import matmul
-from .weight_gradient import weight_gradient
+from .gradient import weight_gradient
 
 __all__ = ["gathered_matmul"]
 
 
-def gathered_matmul(
-    x_SK: Tensor, w_ENK: Tensor, expert_S: Tensor, dtype: torch.dtype, chunk_bytes: int
-) -> Tensor:
+def gathered_matmul(x_SK: Tensor, w_ENK: Tensor, expert_S: Tensor, dtype: torch.dtype, chunk_bytes: int) -> Tensor:
     """Row s: x_SK[s] · w_ENK[expert_S[s]]ᵀ, (S, N) in `dtype`.
 
     Args:

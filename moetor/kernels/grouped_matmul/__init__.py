@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import fallback, native
+from . import fallback
 
 __all__ = ["grouped_matmul", "weight_gradient"]
 
@@ -33,8 +33,11 @@ def grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dty
 
 
 def _product(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    if native.can_run(x_SK, w_ENK, dtype):
-        return native.grouped_matmul(x_SK, w_ENK, ends_E)
+    if x_SK.is_cuda:
+        from . import native  # loads torch._dynamo, which CPU users need not wait for
+
+        if native.can_run(x_SK, w_ENK, dtype):
+            return native.grouped_matmul(x_SK, w_ENK, ends_E)
     return fallback.grouped_matmul(x_SK, w_ENK, ends_E, dtype)
 
 
@@ -48,16 +51,26 @@ def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, w_ENK: Tensor
     if grad_SN.dtype != x_SK.dtype:  # fp16: the gradient of fp32 rows meets fp16 inputs
         both = torch.promote_types(grad_SN.dtype, x_SK.dtype)
         grad_SN, x_SK = grad_SN.to(both), x_SK.to(both)
-    if native.can_run_gradient(grad_SN, x_SK, w_ENK.dtype):
+    if native_gradient(grad_SN, x_SK, w_ENK.dtype):
+        from . import native
+
         return native.weight_gradient(grad_SN, x_SK, ends_E)
     return fallback.weight_gradient(grad_SN, x_SK, ends_E, w_ENK.dtype)
+
+
+def native_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped product gives this gradient, without a host sync."""
+    if not grad_SN.is_cuda:
+        return False
+    from . import native
+
+    return native.can_run_gradient(grad_SN, x_SK, dtype)
 
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SK, w_ENK, ends_E, dtype):  # type: ignore[no-untyped-def]
-        needs_x, needs_w = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x_SK if needs_w else None, w_ENK, ends_E)
+        ctx.save_for_backward(x_SK if ctx.needs_input_grad[1] else None, w_ENK, ends_E)
         ctx.x_dtype = x_SK.dtype
         return _product(x_SK, w_ENK, ends_E, dtype)
 

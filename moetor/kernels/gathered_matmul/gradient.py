@@ -17,7 +17,7 @@ _CHUNK_BYTES = 2**28
 def weight_gradient(grad_SN: Tensor, x_SK: Tensor, expert_S: Tensor, w_ENK: Tensor) -> Tensor:
     """Expert e: Σ over the rows with expert_S = e of grad_SN[s]ᵀ x_SK[s], like w_ENK (E, N, K)."""
     E = w_ENK.shape[0]
-    if not grad_SN.is_cuda or grouped.native.can_run_gradient(grad_SN, x_SK, w_ENK.dtype):
+    if not grad_SN.is_cuda or grouped.native_gradient(grad_SN, x_SK, w_ENK.dtype):
         sorted_S, row_S = torch.sort(expert_S, stable=True)
         experts = torch.arange(E, device=expert_S.device, dtype=expert_S.dtype)
         ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)

@@ -5,7 +5,6 @@ its config that names ours. The class of the model and of every nested model is 
 subclass of the same name with the methods below; the subclass is made anew by unpickling.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,10 +69,15 @@ class ExpertsMethods:
         return _empty, (type(self)._moetor_base,), self.__getstate__()
 
 
-@functools.cache
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
 def _with_methods(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    if base in _CLASSES:
+        return _CLASSES[base]
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (ExpertsMethods, base), {**names, "_moetor_base": base})
+    _CLASSES[base] = type(base.__name__, (ExpertsMethods, base), {**names, "_moetor_base": base})
+    return _CLASSES[base]
 
 
 def _empty(base: type[PreTrainedModel]) -> PreTrainedModel:
@@ -87,7 +91,8 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
 
     Args:
         model: changed in place: its class gains the methods of `ExpertsMethods`.
-        experts_implementation: see `ExpertsMethods.set_experts_implementation`.
+        experts_implementation: see `ExpertsMethods.set_experts_implementation`; what it does not
+            name runs by "auto".
 
     Returns:
         The same model.
@@ -99,7 +104,10 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidInput(f"attach needs a transformers PreTrainedModel, got {type(model).__name__}")
-    for module, name in plan(model, experts_implementation):
+    reached = plan(model, experts_implementation)
+    # what the choice does not reach runs by "auto", unless an earlier call chose for it
+    rest = [(module, name) for module, name in plan(model, "auto") if CHOICE not in module.__dict__]
+    for module, name in rest + reached:
         set_backend(module, name)
     for nested in model.modules():
         if isinstance(nested, PreTrainedModel) and not isinstance(nested, ExpertsMethods):
