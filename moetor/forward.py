@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import backends as _backends  # noqa: F401  registers ours
 from . import debug
+from .core.autocast import autocast_enabled, without_autocast
 from .core.errors import InvalidInput
 from .core.interface import Backend, Call, ExpertsInterface, describe_call
 from .core.weights import ExpertWeights
@@ -63,10 +64,10 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    if not torch.is_autocast_enabled(call.device.type):
+    if not autocast_enabled(call.device.type):
         return backend.forward(weights, hidden_states, top_k_index, top_k_weights)
     # Autocast is honoured here, once: below, a dtype that was chosen is not changed again.
-    with torch.autocast(call.device.type, enabled=False):
+    with without_autocast(call.device.type):
         out = backend.forward(weights, hidden_states.to(call.dtype), top_k_index, top_k_weights)
         return out.to(hidden_states.dtype)
 
@@ -96,7 +97,7 @@ def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, t
     if len(devices) > 1:
         raise InvalidInput(f"all tensors of a call must be on one device, got {sorted(map(str, devices))}")
     mixed = hidden_states.dtype != weights.dtype and not weights.quantized
-    if mixed and not torch.is_autocast_enabled(hidden_states.device.type):
+    if mixed and not autocast_enabled(hidden_states.device.type):
         raise InvalidInput(
             f"hidden_states must have the dtype of the weights, {weights.dtype}, got {hidden_states.dtype};"
             " convert one of them, or run inside torch.autocast"

@@ -81,3 +81,13 @@ def test_override_wins_over_every_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         ExpertsInterface.unregister("seen")
     assert seen
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "batched_mm"])
+def test_meta_tensors_give_the_shape(backend: str) -> None:
+    inputs = make_inputs(Case(tokens=T, top_k=K, hidden=H), "meta")
+    result = experts_forward(
+        inputs.weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, backend=backend
+    )
+    assert result.shape == (T, H)
+    assert result.is_meta

@@ -14,7 +14,7 @@ from .stacked import why_not as stacked_why_not
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
     if reason := stacked_why_not(weights):
         return reason
-    if call.device.type not in ("cpu", "cuda"):
+    if call.device.type not in ("cpu", "cuda", "meta"):
         return f"needs CPU or CUDA tensors, got {call.device.type}"
     if call.capturing and call.dtype != torch.bfloat16:
         return f"loops on the host for {call.dtype}, which a CUDA graph cannot capture; bfloat16 does not"

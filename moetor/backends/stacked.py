@@ -18,7 +18,7 @@ def why_not(weights: ExpertWeights) -> str | None:
     if weights.quantized:
         return f"needs dense weights, got {weights.format}"
     if not weights.stacked:
-        return "needs the experts' weights in one tensor, got a list; moetor.stack_experts(model) makes one"
+        return "needs the experts' weights in one tensor, got a list; stack them"
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autocast import autocast_enabled
 from .errors import BackendRefused, BackendUnavailable, InvalidInput, unknown_name
 from .weights import ExpertWeights
 
@@ -70,7 +71,7 @@ def compute_dtype(hidden_states: Tensor) -> torch.dtype:
     """The dtype that the products run in: autocast's if it is on (float64 is not its business), else x's."""
     dtype = hidden_states.dtype
     device_type = hidden_states.device.type
-    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+    if dtype != torch.float64 and autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
 

@@ -4,22 +4,17 @@ A large expert output with a small routing weight must not become inf, so for fp
 product gives fp32. Where dtypes differ, the weights follow the activations, one matrix at a time.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.autocast import without_autocast
+
 
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of an expert's output rows for activations of `dtype`."""
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Switch autocast off, if it is on: a backward pass may run inside the user's block."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..matmul import without_autocast
+from ...core.autocast import without_autocast
 
 # torch 2.9 has it under its private name only.
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm

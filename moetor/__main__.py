@@ -1,0 +1,5 @@
+"""`python -m moetor`: the command line without its script."""
+
+from .cli import main
+
+main()
