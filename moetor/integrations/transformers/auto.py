@@ -1,5 +1,6 @@
 """transformers' Auto classes, with `experts_implementation` understood by moetor."""
 
+import copy
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class _Auto:
             config = transformers.AutoConfig.from_pretrained(config, **hub)
         remote = {name: hub[name] for name in ("trust_remote_code", "code_revision") if name in hub}
         with torch.device("meta"):
-            skeleton = cls._transformers().from_config(config, **remote)
+            # a copy: building a model writes into the config, which may be the caller's
+            skeleton = cls._transformers().from_config(copy.deepcopy(config), **remote)
         plan(skeleton, choice)
 
 

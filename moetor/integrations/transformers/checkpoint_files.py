@@ -34,8 +34,8 @@ def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
     shapes: dict[str, _Shape] = {}
     try:
         files = _weight_files(folder, keywords.get("variant"))
-    except ValueError as error:
-        return f"has an index that cannot be read: {error}"
+    except (ValueError, LookupError, TypeError) as error:
+        return f"has an index that cannot be read: {error!r}"
     for file in files:
         if not file.is_file():
             return f"lacks the file {file.name!r} that its index names"
@@ -72,7 +72,7 @@ def _folder(name_or_path: Any, keywords: Mapping[str, Any]) -> Path | None:
 
 
 def _weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The safetensors files that transformers would read; ValueError if the index is broken."""
+    """The safetensors files that transformers would read; an error if the index is broken."""
     infix = f".{variant}" if variant else ""
     single, index = folder / f"model{infix}.safetensors", folder / f"model.safetensors.index{infix}.json"
     if single.is_file():

@@ -48,7 +48,7 @@ def plan(model: PreTrainedModel, choice: Choice) -> list[tuple[nn.Module, str]]:
     keys = config_keys(model.config)
     for key, name in wanted.items():
         if key not in keys:
-            raise unknown_name("sub-config", key, [repr(known) for known in keys])
+            raise unknown_name("sub-config", key, [known or '""' for known in keys])
         # "auto" for the whole is what loading asks for when no backend was named
         if name != "eager" and (key, name) != ("", "auto") and not any(_under(own, key) for own in experts):
             where = f"sub-config {key!r} of {type(model).__name__}" if key else type(model).__name__
