@@ -16,10 +16,10 @@ from torch import Tensor
 
 import moetor
 from moetor import BackendUnavailable, ExpertsInterface, ExpertWeights, InvalidInput, Weight, experts_forward
-from moetor.testing import Case, make_inputs, oracle, prime_memory, relative_error
-from moetor.testing.contract import run
+from moetor.testing import Case, Inputs, make_inputs, oracle, prime_memory, relative_error, runnable
+from moetor.testing.contract import refusal, run
 
-BACKENDS = ("auto", "grouped_mm", "batched_mm", "eager")
+BACKENDS = ("auto", "fused", "grouped_mm", "batched_mm", "eager")
 LIMITS = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -31,6 +31,21 @@ def normal(*shape: int, seed: int, dtype: torch.dtype, device: str, scale: float
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
 
 
+def inputs_for(backend: str, case: Case, device: str) -> Inputs:
+    """The case's inputs, without gradients for a backend that has none; skips what it refuses altogether."""
+    inputs, reason = runnable(backend, case, device)
+    if inputs is None:
+        pytest.skip(reason or "")
+    return inputs
+
+
+def gradients_of(backend: str, inputs: Inputs) -> Inputs:
+    """The same inputs; skips a backend that refuses gradients."""
+    if reason := refusal(backend, inputs):
+        pytest.skip(reason)
+    return inputs
+
+
 @on_each_device
 @with_each_backend
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -38,6 +53,7 @@ def test_o1_cancelling_experts_keep_the_small_remainder(backend: str, order: tup
     E, H, I, T, dtype = 3, 64, 32, 16, torch.bfloat16
     up = normal(1, 2 * I, H, seed=1, dtype=dtype, device=device, scale=H**-0.5).expand(E, -1, -1).contiguous()
     down = normal(H, I, seed=2, dtype=dtype, device=device, scale=I**-0.5)
+    inputs_for(backend, Case(dtype=dtype), device)
     weights = ExpertWeights(Weight(up), Weight(torch.stack([down, down / 512, -down])))
     x = normal(T, H, seed=3, dtype=dtype, device=device)
     ids = torch.tensor(order, device=device).expand(T, E)
@@ -54,18 +70,19 @@ def test_o1_cancelling_experts_keep_the_small_remainder(backend: str, order: tup
 def test_o2_no_tokens_leave_exact_zeros_in_every_gradient(
     backend: str, dtype: torch.dtype, bias: bool, device: str
 ) -> None:
-    inputs = make_inputs(Case(tokens=0, experts=8, dtype=dtype, bias=bias), device)
+    inputs = inputs_for(backend, Case(tokens=0, experts=8, dtype=dtype, bias=bias), device)
     prime_memory(device)
     result = experts_forward(
         inputs.weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, backend=backend
     )
     assert result.shape == (0, 64)
-    result.sum().backward()
-    assert inputs.hidden_states.grad is not None
-    assert inputs.hidden_states.grad.shape == (0, 64)
-    for tensor in inputs.weights.tensors():
-        assert tensor.grad is not None
-        assert not tensor.grad.any()  # NaN would be true
+    if result.requires_grad:
+        result.sum().backward()
+    for tensor in (inputs.hidden_states, *inputs.weights.tensors()):
+        assert (tensor.grad is not None) == tensor.requires_grad
+        if tensor.grad is not None:
+            assert tensor.grad.shape == tensor.shape
+            assert not tensor.grad.any()  # NaN would be true
     check_once(backend, Case(tokens=5, experts=8, dtype=dtype, bias=bias), device)
 
 
@@ -126,7 +143,7 @@ def test_o4_views_are_not_copied(backend: str) -> None:
 @pytest.mark.parametrize("frozen", [(), ("x",), ("weights",), ("routing",), ("x", "weights")], ids=str)
 def test_o5_plain_sum_with_frozen_parts_and_an_empty_expert(backend: str, frozen: tuple[str, ...], device: str) -> None:
     # The gradient of a plain sum has stride 0, which grouped products refuse.
-    inputs = make_inputs(Case(tokens=9, frozen=frozenset(frozen)), device)
+    inputs = gradients_of(backend, make_inputs(Case(tokens=9, frozen=frozenset(frozen)), device))
     ids = inputs.top_k_index.clone()
     ids[ids == 1] = 3
     inputs = replace(inputs, top_k_index=ids)
@@ -152,10 +169,11 @@ def test_o5_plain_sum_with_frozen_parts_and_an_empty_expert(backend: str, frozen
 def test_o7_sentinels_add_nothing_with_dirty_memory(
     backend: str, weight: float, sentinel: int, bias: bool, device: str
 ) -> None:
-    inputs = make_inputs(Case(tokens=24, experts=4, top_k=4, bias=bias), device)
+    inputs = inputs_for(backend, Case(tokens=24, experts=4, top_k=4, bias=bias), device)
     away = torch.rand(24, 4, generator=torch.Generator().manual_seed(5)).to(device) < 0.5
     ids = torch.where(away, sentinel, inputs.top_k_index)
-    routing = torch.where(away, weight, inputs.top_k_weights.detach()).requires_grad_()
+    routing = torch.where(away, weight, inputs.top_k_weights.detach())
+    routing.requires_grad_(inputs.top_k_weights.requires_grad)
     inputs = replace(inputs, top_k_index=ids, top_k_weights=routing)
     upstream = normal(24, 64, seed=9, dtype=torch.float32, device=device)
     expected, wanted = oracle(inputs, upstream)  # knows no id but those of experts
@@ -163,17 +181,17 @@ def test_o7_sentinels_add_nothing_with_dirty_memory(
     second, second_gradients = run(backend, inputs, upstream)
     assert relative_error(first, expected) <= 3e-6
     assert torch.equal(first, second)
-    for name, gradient in first_gradients.items():
-        assert gradient is not None
-        assert relative_error(gradient, wanted[name]) <= 1e-5
-        assert torch.equal(gradient, second_gradients[name])
+    for name, expected in wanted.items():
+        assert first_gradients[name] is not None
+        assert relative_error(first_gradients[name], expected) <= 1e-5
+        assert torch.equal(first_gradients[name], second_gradients[name])
 
 
 @on_each_device
 @with_each_backend
 @pytest.mark.parametrize("wrong", [10**6, -7])
 def test_o7_wrong_ids_are_one_error_when_checked(backend: str, wrong: int, device: str) -> None:
-    inputs = make_inputs(Case(tokens=4), device)
+    inputs = inputs_for(backend, Case(tokens=4), device)
     ids = inputs.top_k_index.clone()
     ids[2, 1] = wrong
     arguments = (inputs.weights, inputs.hidden_states, ids, inputs.top_k_weights, backend)
@@ -198,7 +216,7 @@ def test_o9_odd_sizes_one_element_into_larger_buffers(
 
 @with_each_backend
 def test_o9_memory_mapped_weights_at_8_mod_16(backend: str) -> None:
-    inputs = make_inputs(Case(dtype=torch.bfloat16, frozen=frozenset({"weights"})))
+    inputs = inputs_for(backend, Case(dtype=torch.bfloat16, frozen=frozenset({"weights"})), "cpu")
     with tempfile.TemporaryFile() as file:
         file.write(b"\0" * 8)
         sizes = []
@@ -230,7 +248,7 @@ def test_o10_autocast_with_mixed_weights(
     for autocast_dtype in (torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16,):
         inputs = make_inputs(Case(tokens=10, experts=8, dtype=weights_dtype, bias=bias), device)
         x = inputs.hidden_states.detach().float().requires_grad_()
-        inputs = replace(inputs, hidden_states=x)
+        inputs = gradients_of(backend, replace(inputs, hidden_states=x))
         with torch.autocast(device, dtype=autocast_dtype):
             result = experts_forward(inputs.weights, x, inputs.top_k_index, inputs.top_k_weights, backend)
             if backward_inside:
@@ -249,7 +267,7 @@ def test_o10_autocast_with_mixed_weights(
 
 @with_each_backend
 def test_o10_without_autocast_dtypes_must_agree(backend: str) -> None:
-    inputs = make_inputs(Case(dtype=torch.bfloat16))
+    inputs = inputs_for(backend, Case(dtype=torch.bfloat16), "cpu")
     with pytest.raises(InvalidInput, match="must have the dtype of the weights"):
         experts_forward(
             inputs.weights, inputs.hidden_states.float(), inputs.top_k_index, inputs.top_k_weights, backend=backend
@@ -282,14 +300,14 @@ def needs_sm90():
 
 def check_once(backend: str, case: Case, device: str) -> None:
     """One call of a case, result and gradients, in memory full of NaN."""
-    inputs = make_inputs(case, device)
+    inputs = inputs_for(backend, case, device)
     upstream = normal(case.tokens, case.hidden, seed=9, dtype=case.dtype, device=device)
     expected, wanted = oracle(inputs, upstream)
     result, gradients = run(backend, inputs, upstream)
     assert relative_error(result, expected) <= LIMITS[case.dtype]
-    for name, gradient in gradients.items():
-        assert gradient is not None
-        assert relative_error(gradient, wanted[name]) <= 2 * LIMITS[case.dtype]
+    for name, expected_gradient in wanted.items():
+        assert gradients[name] is not None
+        assert relative_error(gradients[name], expected_gradient) <= 2 * LIMITS[case.dtype]
 
 
 def running_sum_in_bf16(w: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:

@@ -72,9 +72,20 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> ExpertOrder:
     expert_S, pair_S = torch.sort(expert_S, stable=True)
     rows = torch.arange(pair_S.shape[0], device=pair_S.device)
     row_S = torch.empty_like(pair_S).scatter_(0, pair_S, rows)
-    experts = torch.arange(num_experts, device=expert_S.device, dtype=expert_S.dtype)
-    ends_E = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+    ends_E = ends_of_experts(expert_S, num_experts)
     return ExpertOrder(num_experts, has_expert_TK, expert_S, pair_S, row_S, ends_E)
+
+
+def ends_of_experts(expert_S: Tensor, num_experts: int) -> Tensor:
+    """(E,) int32, one past the last row of each expert, from the sorted experts of the rows.
+
+    >>> ends_of_experts(torch.tensor([0, 2, 2, 3]), num_experts=3).tolist()
+    [1, 1, 3]
+    """
+    if not expert_S.shape[0]:  # inductor of torch 2.11 cannot compile a search in nothing
+        return torch.zeros(num_experts, dtype=torch.int32, device=expert_S.device)
+    experts = torch.arange(num_experts, device=expert_S.device, dtype=expert_S.dtype)
+    return torch.searchsorted(expert_S, experts, right=True, out_int32=True)
 
 
 def keep_pair_order(top_k_index: Tensor, num_experts: int) -> ExpertOrder:

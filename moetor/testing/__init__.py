@@ -7,7 +7,7 @@
 """
 
 from .cases import Case, Inputs, contract_cases, make_inputs, prime_memory
-from .contract import Report, check_backend, check_case
+from .contract import Report, check_backend, check_case, runnable
 from .oracle import oracle, relative_error
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "oracle",
     "prime_memory",
     "relative_error",
+    "runnable",
 ]

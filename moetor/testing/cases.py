@@ -14,6 +14,9 @@ from ..core.weights import ExpertWeights, Weight
 LAYOUTS = ("stacked", "transposed", "interleaved", "pair", "strided", "unaligned", "list")
 ROUTINGS = ("random", "one_expert", "empty_expert", "sentinels", "no_expert", "duplicates", "int32", "strided")
 
+# Every tensor frozen: inference.
+EVERYTHING = frozenset({"x", "weights", "routing"})
+
 GATES: dict[str, Activation] = {
     "silu": Activation("silu"),
     "gelu": Activation("gelu"),

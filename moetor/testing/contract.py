@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..core.interface import ExpertsInterface, describe_call
 from ..forward import experts_forward
-from .cases import Case, Inputs, contract_cases, make_inputs, prime_memory
+from .cases import EVERYTHING, Case, Inputs, contract_cases, make_inputs, prime_memory
 from .oracle import oracle, relative_error
 
 # Relative Frobenius error of the result, by dtype. Inputs are rounded already; what is left is
@@ -49,7 +49,8 @@ def check_backend(name: str, cases: Iterable[Case] | None = None, device: torch.
 
     Each case is run forward and backward, twice, in memory full of NaN: results and gradients
     must lie within the dtype's limit of a float64 loop, and the second run must repeat the
-    first bit for bit. A refusal with a reason is allowed, a wrong value is not.
+    first bit for bit. A refusal with a reason is allowed, a wrong value is not; where gradients are
+    refused, the case runs without them.
 
     Args:
         name: in `ExpertsInterface`.
@@ -64,10 +65,10 @@ def check_backend(name: str, cases: Iterable[Case] | None = None, device: torch.
     """
     report = Report(name)
     for case in contract_cases() if cases is None else cases:
-        inputs = make_inputs(case, device)
-        reason = refusal(name, inputs)
+        inputs, reason = runnable(name, case, device)
         if reason is not None:
             report.refused[reason] += 1
+        if inputs is None:
             continue
         problems, error = check_case(name, inputs)
         if problems:
@@ -79,6 +80,16 @@ def check_backend(name: str, cases: Iterable[Case] | None = None, device: torch.
     if report.failed:
         raise AssertionError(str(report))
     return report
+
+
+def runnable(name: str, case: Case, device: torch.device | str) -> tuple[Inputs | None, str | None]:
+    """The case's inputs, or, for a backend that refuses them, those without any gradient; and the reason."""
+    inputs = make_inputs(case, device)
+    reason = refusal(name, inputs)
+    if reason is None:
+        return inputs, None
+    inference = make_inputs(replace(case, frozen=EVERYTHING), device)
+    return (inference if refusal(name, inference) is None else None), reason
 
 
 def refusal(name: str, inputs: Inputs) -> str | None:

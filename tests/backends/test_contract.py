@@ -3,19 +3,18 @@
 import pytest
 
 from moetor import ExpertsInterface
-from moetor.testing import Case, check_case, contract_cases, make_inputs
-from moetor.testing.contract import refusal
+from moetor.testing import Case, check_case, contract_cases, runnable
 
-BUILT_IN = ("auto", "grouped_mm", "batched_mm", "eager")
+BUILT_IN = ("auto", "fused", "grouped_mm", "batched_mm", "eager")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", contract_cases(), ids=str)
 @pytest.mark.parametrize("backend", BUILT_IN)
 def test_result_and_gradients_are_right_twice(backend: str, case: Case, device: str) -> None:
-    inputs = make_inputs(case, device)
-    if reason := refusal(backend, inputs):
-        pytest.skip(reason)
+    inputs, reason = runnable(backend, case, device)
+    if inputs is None:
+        pytest.skip(reason or "")
     problems, _ = check_case(backend, inputs)
     assert not problems, "; ".join(problems)
 

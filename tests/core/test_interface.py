@@ -89,7 +89,8 @@ def test_auto_goes_on_to_the_next(inputs: Inputs, call: Call) -> None:
     assert "stack them" in str(explanation)
 
 
-def test_auto_chooses_by_bytes_on_a_gpu(inputs: Inputs, call: Call) -> None:
+def test_auto_chooses_by_bytes_on_a_gpu(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetor.backends.auto.FIRST_ON_CUDA", ())  # fused, where it can run
     few = replace(call, device=torch.device("cuda"), num_tokens=1)
     many = replace(few, num_tokens=10**6)
     assert ExpertsInterface.select(inputs.weights, few, "auto").name == "batched_mm"

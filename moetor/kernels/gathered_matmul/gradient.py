@@ -8,6 +8,7 @@ need the host to read offsets, it is a masked product over a few experts at a ti
 import torch
 from torch import Tensor
 
+from ...core.routing import ends_of_experts
 from .. import grouped_matmul as grouped
 from ..matmul import matmul
 
@@ -19,8 +20,7 @@ def weight_gradient(grad_SN: Tensor, x_SK: Tensor, expert_S: Tensor, w_ENK: Tens
     E = w_ENK.shape[0]
     if not grad_SN.is_cuda or grouped.native_gradient(grad_SN, x_SK, w_ENK.dtype):
         sorted_S, row_S = torch.sort(expert_S, stable=True)
-        experts = torch.arange(E, device=expert_S.device, dtype=expert_S.dtype)
-        ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
+        ends_E = ends_of_experts(sorted_S, E)
         return grouped.weight_gradient(grad_SN.index_select(0, row_S), x_SK.index_select(0, row_S), ends_E, w_ENK)
     return masked_weight_gradient(grad_SN, x_SK, expert_S, w_ENK)
 

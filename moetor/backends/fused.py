@@ -1,0 +1,77 @@
+"""Our own Triton kernels: gather, products, gate and weighted sum in two to five launches; inference."""
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from ..core.interface import Backend, Call
+from ..core.weights import ExpertWeights
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_EXPERTS = 1024
+
+
+@functools.cache
+def machine_why_not(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    if torch.version.hip is not None:
+        return f"needs an NVIDIA GPU, got ROCm {torch.version.hip}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, got {major}.{minor}"
+
+
+def why_not(weights: ExpertWeights, call: Call) -> str | None:
+    if weights.quantized:
+        return f"needs dense weights, got {weights.format}"
+    if not weights.stacked:
+        return "needs the experts' weights in one tensor, got a list; stack them"
+    if call.needs_grad:
+        return "has no backward pass; run inside torch.no_grad() or choose grouped_mm"
+    if call.dtype not in _DTYPES:
+        return f"needs bfloat16, float16 or float32, got {call.dtype}"
+    if weights.dtype != call.dtype:
+        return f"needs weights of the dtype that it computes in, {call.dtype}, got {weights.dtype}"
+    if weights.activation.fn is not None:
+        return "cannot fuse a model's own gate function"
+    if weights.after_down is not None:
+        return "cannot fuse a norm after the second product"
+    if weights.num_experts > _MOST_EXPERTS:
+        return f"needs at most {_MOST_EXPERTS} experts, got {weights.num_experts}"
+    if isinstance(weights.up, tuple):
+        gate, up = weights.up
+        if gate.transposed != up.transposed or gate.first.stride() != up.first.stride():
+            return "needs gate and up stored alike, got different strides"
+        if (gate.bias is None) != (up.bias is None):
+            return "needs biases of both gate and up or of neither"
+    return None
+
+
+def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    from ..kernels.fused_experts import fused_experts  # loads triton
+
+    biases = [bias for weight in weights.ups if (bias := weight.bias_EN()) is not None]
+    return fused_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        tuple(weight.stack_ENK() for weight in weights.ups),
+        tuple(biases) or None,
+        weights.down.stack_ENK(),
+        weights.down.bias_EN(),
+        weights.activation,
+        weights.gated,
+        weights.interleaved,
+    )
+
+
+BACKEND = Backend(
+    "fused", forward, machine_why_not, why_not, summary="our Triton kernels: gather, products, gate and sum fused"
+)

@@ -1,0 +1,184 @@
+"""Who can run a draw: every backend of ours, and other projects' own code on the same tensors.
+
+A candidate says why it cannot run a draw, in words for the table, before anything is tried.
+Letters: T tokens, K experts per token, S = T·K pairs, E experts, H hidden size, I intermediate size.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.cost import bytes_per_expert
+from ..core.errors import unknown_name
+from ..core.interface import ExpertsInterface, describe_call
+from ..forward import experts_forward
+from .cases import Draw
+from .measure import Call
+
+# Above this a copy of a weight stack per pair takes seconds and shows nothing new.
+GATHERED_BYTES = 8 * 2**30
+_COUNTS_ON_HOST = "reads counts on the host, which a CUDA graph cannot capture"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to run a draw.
+
+    Attributes:
+        name: ours as users write them; "transformers:eager" and the like; other projects' names.
+        why_not: (draw, "call" or "graph") -> why it cannot, or None.
+        bind: (draw) -> a function without arguments that runs it; may be slow, is not timed.
+        peer: whether it is somebody else's.
+    """
+
+    name: str
+    why_not: Callable[[Draw, str], str | None]
+    bind: Callable[[Draw], Call]
+    peer: bool = True
+
+
+def candidates(names: str = "all") -> list[Candidate]:
+    """Candidates by name; "ours", "peers" and "all" are groups."""
+    ours = [_ours(name) for name in ExpertsInterface.names()]
+    theirs = [*(_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")), _LIGER, _SONICMOE]
+    known = {candidate.name: candidate for candidate in (*ours, *theirs)}
+    groups = {"ours": ours, "peers": theirs, "all": [*ours, *theirs]}
+    chosen: dict[str, Candidate] = {}
+    for name in (part.strip() for part in names.split(",") if part.strip()):
+        if name not in groups and name not in known:
+            raise unknown_name("candidate", name, [*groups, *known])
+        chosen |= {candidate.name: candidate for candidate in groups.get(name) or [known[name]]}
+    return list(chosen.values())
+
+
+def _too_much_to_gather(draw: Draw) -> str | None:
+    size = draw.top_k_index.numel() * bytes_per_expert(draw.weights)
+    if size <= GATHERED_BYTES:
+        return None
+    return f"would copy {size / 2**30:.0f} GiB of weights, more than the bench's {GATHERED_BYTES / 2**30:.0f}"
+
+
+def _ours(name: str) -> Candidate:
+    def why_not(draw: Draw, mode: str) -> str | None:
+        x, ids, routing = draw.hidden_states, draw.top_k_index, draw.top_k_weights
+        call = replace(describe_call(draw.weights, x, ids, routing), capturing=mode == "graph")
+        reason = ExpertsInterface[name].refusal(draw.weights, call)
+        return reason or (_too_much_to_gather(draw) if name == "batched_mm" else None)
+
+    def bind(draw: Draw) -> Call:
+        x, ids, routing = draw.hidden_states, draw.top_k_index, draw.top_k_weights
+        return functools.partial(experts_forward, draw.weights, x, ids, routing, backend=name)
+
+    return Candidate(name, why_not, bind, peer=False)
+
+
+def _transformers(implementation: str) -> Candidate:
+    def why_not(draw: Draw, mode: str) -> str | None:
+        shape = draw.cell.shape
+        if not shape.plain and not _is_gpt_oss(draw):
+            return "no experts module of transformers has this gate and storage"
+        # torch's grouped product is one kernel for bfloat16 only, and else a loop on the host
+        loops = implementation == "eager" or (implementation == "grouped_mm" and draw.cell.dtype != torch.bfloat16)
+        if mode == "graph" and loops:
+            return _COUNTS_ON_HOST
+        return _too_much_to_gather(draw) if implementation == "batched_mm" else None
+
+    def bind(draw: Draw) -> Call:
+        module = _experts_module(draw, implementation)
+        return functools.partial(module, draw.hidden_states, draw.top_k_index, draw.top_k_weights)
+
+    return Candidate(f"transformers:{implementation}", why_not, bind)
+
+
+def _is_gpt_oss(draw: Draw) -> bool:
+    shape = draw.cell.shape
+    return shape.gate == "gpt_oss" and shape.bias and shape.interleaved and shape.transposed
+
+
+def _experts_module(draw: Draw, implementation: str) -> torch.nn.Module:
+    """An experts module of transformers that holds the draw's own tensors."""
+    from transformers import PreTrainedConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    shape, gpt_oss = draw.cell.shape, _is_gpt_oss(draw)
+    settings: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "hidden_act": "silu",
+        **dict.fromkeys(("num_experts", "num_local_experts"), shape.experts),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate),
+        "swiglu_alpha": shape.activation.alpha,
+        "swiglu_limit": shape.activation.limit,
+    }
+    config = PreTrainedConfig(**settings)
+    config._experts_implementation_internal = implementation
+    with torch.device("meta"):
+        module: Any = (GptOssExperts if gpt_oss else Qwen3MoeExperts)(config)
+    (up,), down = draw.weights.ups, draw.weights.down
+    tensors = {"gate_up_proj": up.first, "down_proj": down.first}
+    biases = {"gate_up_proj_bias": up.bias_EN(), "down_proj_bias": down.bias_EN()}
+    tensors |= {name: bias for name, bias in biases.items() if bias is not None}
+    if gpt_oss:
+        # older releases have these in the class
+        module.alpha, module.limit = shape.activation.alpha, shape.activation.limit
+    for name, tensor in tensors.items():
+        setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return module.eval()  # type: ignore[no-any-return]
+
+
+def _plain_on_gpu(draw: Draw, package: str, capability: int) -> str | None:
+    if draw.hidden_states.device.type != "cuda":
+        return f"needs a CUDA device, got {draw.hidden_states.device.type}"
+    if importlib.util.find_spec(package) is None:
+        return f"needs the package {package}"
+    if torch.cuda.get_device_capability(draw.hidden_states.device)[0] < capability:
+        return f"needs compute capability {capability}.0 or newer"
+    return None if draw.cell.shape.plain else "knows only silu(gate) · up, concatenated, without biases"
+
+
+def _liger_why_not(draw: Draw, mode: str) -> str | None:
+    return _plain_on_gpu(draw, "liger_kernel", 8) or (_COUNTS_ON_HOST if mode == "graph" else None)
+
+
+def _liger_bind(draw: Draw) -> Call:
+    function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    up, down = draw.weights.all
+
+    def call() -> Tensor:
+        # int32 as in LigerExperts.forward
+        ids = draw.top_k_index.to(torch.int32)
+        out: Tensor = function.apply(draw.hidden_states, up.first, down.first, ids, draw.top_k_weights)
+        return out
+
+    return call
+
+
+def _sonicmoe_bind(draw: Draw) -> Call:
+    run = importlib.import_module("sonicmoe").moe_general_routing_inputs
+    activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    up_w, down_w = (weight.first.permute(1, 2, 0) for weight in draw.weights.all)
+    T, K = draw.top_k_index.shape
+    # depends on T and K alone, so a user would keep it too
+    token_S = torch.arange(T, dtype=torch.int32, device=draw.hidden_states.device).repeat_interleave(K)
+    arguments = {"E": draw.cell.shape.experts, "stream_id": None, "activation_type": activation}
+
+    def call() -> Tensor:
+        scores, expert_S = draw.top_k_weights.reshape(-1).float(), draw.top_k_index.reshape(-1).int()
+        out, _ = run(
+            draw.hidden_states, scores, token_S, expert_S, up_w, None, down_w, None,
+            **arguments, is_inference_mode_enabled=True, concat_layout=True,
+        )  # fmt: skip
+        result: Tensor = out
+        return result
+
+    return call
+
+
+_LIGER = Candidate("liger", _liger_why_not, _liger_bind)
+_SONICMOE = Candidate("sonicmoe", lambda draw, mode: _plain_on_gpu(draw, "sonicmoe", 9), _sonicmoe_bind)

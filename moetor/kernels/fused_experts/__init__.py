@@ -1,0 +1,9 @@
+"""A whole layer of experts in two to five launches: route, product and gate, product and weight, add.
+
+Letters: T tokens, K experts per token, S = T·K pairs, E experts, H hidden size, I intermediate
+size. Inference only. Weights are read where they lie, through their strides.
+"""
+
+from .launch import fused_experts
+
+__all__ = ["fused_experts"]

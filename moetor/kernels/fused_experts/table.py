@@ -1,0 +1,114 @@
+"""Tile sizes, from shapes alone: which path a call takes, and the shape of a program on it.
+
+Measured on an H200 (Triton 3.6) with the shapes of Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B and
+Mixtral-8x7B, each kernel by itself, weights cold in the L2; each entry is within 5 % of the best
+found for any of the shapes at the sizes that it serves, the matrix-vector ones within 9 %. Other GPUs get the same tiles with
+fewer stages, or a shallower step, where their shared memory is smaller.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program of a tile kernel.
+
+    Attributes:
+        BM, BN, BK: rows, columns and depth of a step.
+        group: row tiles that are neighbours in launch order, so that they share weights in the L2.
+        warps, stages: as Triton takes them.
+        tma: read weights, and sorted rows, through the copy engine where the GPU has one.
+    """
+
+    BM: int
+    BN: int
+    BK: int
+    group: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+    def shared_bytes(self, matrices: int, element_size: int) -> int:
+        """Shared memory of the pipelined operands, with this many weight blocks a step."""
+        return (self.BM * self.BK + matrices * self.BN * self.BK) * element_size * self.stages
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One program of a matrix-vector kernel: BN rows of a matrix, BK columns a step."""
+
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+# The most tokens that go through the matrix-vector kernels: at 8, tiles are as fast.
+FEW_TOKENS = 4
+
+# By rows of a tile. Up computes gate and up columns, BN of each.
+_UP = {
+    16: Tile(16, 64, 128, 1, 4, 5),
+    32: Tile(32, 128, 128, 1, 8, 3),
+    64: Tile(64, 128, 64, 8, 4, 5),
+    128: Tile(128, 128, 64, 16, 8, 4, tma=True),
+}
+# Where the products are bound by arithmetic, plain loads of the weights are ahead by 1 to 3 %.
+_UP_MANY = Tile(128, 128, 64, 8, 8, 4)
+_DOWN = {
+    16: Tile(16, 128, 128, 1, 4, 3),
+    32: Tile(32, 128, 64, 1, 4, 3),
+    64: Tile(64, 128, 64, 8, 4, 4),
+    # plain loads need 8 to 16 % more time: their addresses take the registers of the accumulator
+    128: Tile(128, 256, 64, 16, 8, 4, tma=True),
+}
+# No tensor cores with exact fp32: small tiles that stay in registers.
+_FP32 = Tile(32, 32, 32, 4, 4, 2)
+# Average rows of an expert from which _UP_MANY wins.
+_MANY_ROWS = 900
+
+# (one token, two to FEW_TOKENS)
+_UP_VECTOR = (Vector(4, 128, 1, 4), Vector(8, 256, 2, 3))
+_DOWN_VECTOR = (Vector(4, 512, 2, 3), Vector(8, 256, 2, 4))
+_COLUMN_VECTOR = Vector(64, 32, 4, 3)
+
+
+def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: int) -> tuple[Tile, Tile]:
+    """Tiles of the two products, by the average rows of an expert: routing that is skewed costs
+    more tiles of the same kind, not another kind.
+
+    Args:
+        shared_limit: bytes of shared memory that a block may have.
+    """
+    if dtype == torch.float32:
+        return _FP32, _FP32
+    rows = num_pairs / num_experts
+    size = 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 80 else 128
+    up = _UP_MANY if rows >= _MANY_ROWS else _UP[size]
+    return fit(up, 2, dtype, shared_limit), fit(_DOWN[size], 1, dtype, shared_limit)
+
+
+@functools.cache
+def fit(tile: Tile, matrices: int, dtype: torch.dtype, shared_limit: int) -> Tile:
+    """The tile, with fewer stages and then narrower steps until its operands fit."""
+    while tile.shared_bytes(matrices, dtype.itemsize) > shared_limit:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.BK > 32:
+            tile = replace(tile, BK=tile.BK // 2)
+        else:
+            tile = replace(tile, BN=tile.BN // 2)
+    return tile
+
+
+def up_vector(num_tokens: int, rows_contiguous: bool) -> Vector:
+    """Program of the first matrix-vector product; matrices' rows, or else columns, are contiguous."""
+    return _UP_VECTOR[num_tokens > 1] if rows_contiguous else _COLUMN_VECTOR
+
+
+def down_vector(num_tokens: int, rows_contiguous: bool) -> Vector:
+    """Program of the second."""
+    return _DOWN_VECTOR[num_tokens > 1] if rows_contiguous else _COLUMN_VECTOR
