@@ -60,7 +60,7 @@ def test_masked_gradient_is_the_grouped_one_whatever_other_rows_hold(
     grad[11:] = x[11:] = torch.nan
     ends = torch.tensor([3, 3, 8, 11], dtype=torch.int32)
     expected = weight_gradient(grad, x, ends, stack)
-    assert relative_error(masked_weight_gradient(grad, x, expert_S, stack), expected) < 1e-14
+    assert relative_error(masked_weight_gradient(grad, x, expert_S, E, stack.dtype), expected) < 1e-14
     assert not expected[1].any()
 
 
@@ -78,6 +78,10 @@ def test_operators_pass_torch_opcheck(stack: Tensor) -> None:
     x, grad = torch.randn(S, K, dtype=torch.float64), torch.randn(S, N, dtype=torch.float64)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.moetor.grouped_matmul.default, (x, stack, ends, torch.float64), test_utils=tests)
+    expert_S = torch.randint(0, E + 1, (S,))
+    torch.library.opcheck(
+        torch.ops.moetor.gathered_matmul_weight_gradient.default, (grad, x, expert_S, E, x.dtype), test_utils=tests
+    )
     torch.library.opcheck(
         torch.ops.moetor.grouped_matmul_weight_gradient.default, (grad, x, ends, torch.float64), test_utils=tests
     )

@@ -15,7 +15,7 @@ from .gate import apply_gate
 def up_vector(
     p_x, p_ids, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
     num_experts, hidden, inner, top_k,
-    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
+    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr,
@@ -31,7 +31,7 @@ def up_vector(
     p_a = p_x + (pair // top_k).to(tl.int64) * stride_xt + k * stride_xh
     o_w = expert * stride_we + columns[:, None] * stride_wn + k[None, :] * stride_wk
     p_g = p_gate + o_w
-    p_u = p_up + o_w
+    p_u = p_up + o_up + o_w
     gate_acc = tl.zeros([BN, BK], tl.float32)
     up_acc = tl.zeros([BN, BK], tl.float32)
     for start in tl.range(0, hidden, BK, num_stages=STAGES):
@@ -50,7 +50,7 @@ def up_vector(
         o_b = expert * stride_be + columns * stride_bn
         gate += tl.load(p_gate_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)
         if GATED:
-            up += tl.load(p_up_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)
+            up += tl.load(p_up_bias + o_up_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)
     out = apply_gate(gate, up, KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_CAP, UP_CAP)
     tl.store(p_inner + pair.to(tl.int64) * inner + columns, out.to(p_inner.dtype.element_ty), mask=m_columns)
 

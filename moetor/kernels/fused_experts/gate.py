@@ -3,22 +3,6 @@
 import triton
 import triton.language as tl
 
-from ...core.activation import Activation
-
-
-def gate_options(activation: Activation, gated: bool) -> dict[str, object]:
-    """The compile-time arguments that `apply_gate` takes; one kernel is compiled for each gate."""
-    return {
-        "KIND": activation.kind,
-        "GATED": gated,
-        "ALPHA": activation.alpha,
-        "LIMIT": activation.limit,
-        "LIMIT_AFTER": activation.limit_after,
-        "UP_OFFSET": activation.up_offset,
-        "GATE_CAP": activation.gate_softcap,
-        "UP_CAP": activation.up_softcap,
-    }
-
 
 @triton.jit
 def _tanh(x):

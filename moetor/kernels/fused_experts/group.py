@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launcher import Launcher
+
 ONE_LAUNCH = 8192
 CHUNK = 1024
 # Chunks that one program of the last launch walks.
@@ -84,6 +86,10 @@ def _scatter(
         row += tl.sum(mine)
 
 
+_group_launch, _count_launch = Launcher(_group), Launcher(_count)
+_accumulate_launch, _scatter_launch = Launcher(_accumulate), Launcher(_scatter)
+
+
 def group_pairs(ids_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Pairs by expert.
 
@@ -97,16 +103,23 @@ def group_pairs(ids_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     S = ids_S.shape[0]
     pairs_S = torch.empty(S, dtype=torch.int32, device=ids_S.device)
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=ids_S.device)
+    device = ids_S.device.index
     if S <= ONE_LAUNCH:
-        _group[(num_experts,)](ids_S, pairs_S, ends_E, S, BLOCK=min(1024, max(32, triton.next_power_of_2(S))))
+        block = min(1024, max(32, triton.next_power_of_2(S)))
+        _group_launch((num_experts, 1, 1), (ids_S, pairs_S, ends_E, S), (block,), 4, 3, device)
         return pairs_S, ends_E
     chunks = triton.cdiv(S, CHUNK)
     counts = torch.empty(chunks, num_experts, dtype=torch.int32, device=ids_S.device)
     totals = torch.empty_like(ends_E)
     experts = triton.next_power_of_2(num_experts)
-    _count[(chunks,)](ids_S, counts, S, num_experts, BLOCK=CHUNK, EXPERTS=experts)
-    _accumulate[(num_experts,)](counts, totals, num_experts, chunks, CHUNKS=128)
-    _scatter[(num_experts, triton.cdiv(chunks, WALK))](
-        ids_S, counts, totals, pairs_S, ends_E, S, num_experts, chunks, BLOCK=CHUNK, WALK=WALK, EXPERTS=experts
+    _count_launch((chunks, 1, 1), (ids_S, counts, S, num_experts), (CHUNK, experts), 4, 3, device)
+    _accumulate_launch((num_experts, 1, 1), (counts, totals, num_experts, chunks), (128,), 4, 3, device)
+    _scatter_launch(
+        (num_experts, triton.cdiv(chunks, WALK), 1),
+        (ids_S, counts, totals, pairs_S, ends_E, S, num_experts, chunks),
+        (CHUNK, WALK, experts),
+        4,
+        3,
+        device,
     )
     return pairs_S, ends_E

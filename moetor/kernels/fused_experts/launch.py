@@ -1,7 +1,8 @@
-"""From tensors to launches."""
+"""From tensors to launches: which path, which tile, which addresses."""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...core.activation import Activation
 from ..library import define
 from ..matmul import result_dtype
-from . import table
-from .few import down_vector, up_vector
-from .gate import gate_options
+from . import few, table, tiles
 from .group import group_pairs
-from .tiles import combine, down_product, up_product
+from .launcher import Launcher
+
+_up_vector, _down_vector = Launcher(few.up_vector), Launcher(few.down_vector)
+_up_product, _down_product = Launcher(tiles.up_product), Launcher(tiles.down_product)
+_combine = Launcher(tiles.combine)
 
 
 def fused_experts(
     x_TH: Tensor,
     ids_TK: Tensor,
     routing_TK: Tensor,
-    up: tuple[Tensor, ...],
-    up_bias: tuple[Tensor, ...] | None,
+    up: list[Tensor],
+    up_bias: list[Tensor],
     down: Tensor,
     down_bias: Tensor | None,
     activation: Activation,
@@ -38,14 +41,60 @@ def fused_experts(
         ids_TK, routing_TK: (T, K) ids of experts (others add nothing) and float weights.
         up: (E, 2I, H) in one tensor, gate rows first or interleaved; gate and up (E, I, H) apart,
             of the same strides; or (E, I, H) when not gated. Views of any strides.
-        down: (E, H, I) likewise; biases (E, N).
+        up_bias: (E, N) for each of them, or none.
+        down, down_bias: (E, H, I) likewise, and (E, H) or None.
     """
     a = activation
-    out: Tensor = torch.ops.moetor.fused_experts(
-        x_TH, ids_TK, routing_TK, list(up), list(up_bias or ()), down, down_bias, gated, interleaved,
+    # the operator is for tracing: its own way costs 13 µs for so many arguments
+    run = torch.ops.moetor.fused_experts if torch.compiler.is_compiling() else _fused_experts
+    out: Tensor = run(
+        x_TH, ids_TK, routing_TK, up, up_bias, down, down_bias, gated, interleaved,
         a.kind, a.alpha, a.limit, a.limit_after, a.up_offset, a.gate_softcap, a.up_softcap,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """One product's matrices as a kernel sees them: where column n of expert e begins, and for gate and up.
+
+    Attributes:
+        first, second: tensors that hold gate and up; the same one unless they are stored apart.
+        N, K: columns of one of them, and depth.
+        strides: from expert to expert, column to column, along the depth.
+        offset: elements from a gate column to its up column, in `second`.
+        bias_*: the same for the biases.
+    """
+
+    first: Tensor
+    second: Tensor
+    N: int
+    K: int
+    strides: tuple[int, int, int]
+    offset: int
+    bias_first: Tensor | None
+    bias_second: Tensor | None
+    bias_strides: tuple[int, int]
+    bias_offset: int
+
+
+def _matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleaved: bool) -> _Matrices:
+    whole, second = stored[0], stored[-1]
+    _, N, K = whole.shape
+    outer, row, column = whole.stride()
+    bias = biases[0] if biases else None
+    bias_outer, bias_row = bias.stride() if bias is not None else (0, 0)
+    offset = bias_offset = 0
+    if gated and len(stored) == 1:
+        N //= 2
+        if interleaved:
+            offset, bias_offset, row, bias_row = row, bias_row, 2 * row, 2 * bias_row
+        else:
+            offset, bias_offset = N * row, N * bias_row
+    strides, bias_strides = (outer, row, column), (bias_outer, bias_row)
+    return _Matrices(
+        whole, second, N, K, strides, offset, bias, biases[-1] if biases else None, bias_strides, bias_offset
+    )
 
 
 def _fused_experts(
@@ -53,123 +102,114 @@ def _fused_experts(
     down_bias: Tensor | None, gated: bool, interleaved: bool, kind: str, alpha: float, limit: float | None,
     limit_after: bool, up_offset: float, gate_softcap: float | None, up_softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    (T, H), K = x.shape, ids.shape[1]
-    out = torch.empty(T, H, dtype=x.dtype, device=x.device)
-    if not T:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.shape[0]:
         return out
-    activation = Activation(kind, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap)
-    options = gate_options(activation, gated)
-    ids, routing = ids.contiguous(), routing.contiguous()
-    gate, second = _halves(up, gated, interleaved)
-    gate_bias, second_bias = _halves(up_bias, gated, interleaved) if up_bias else (None, None)
-    few = T <= table.FEW_TOKENS
+    # in the order of gate.apply_gate; one kernel is compiled for each gate
+    gate = (kind, gated, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap)
+    first = _matrices(up, up_bias, gated, interleaved)
+    second = _matrices([down], [] if down_bias is None else [down_bias], False, False)
+    call = (x, ids.contiguous(), routing.contiguous(), first, second, out, gate)
     with _on(x):
-        if few:
-            _few(x, ids, routing, gate, second, gate_bias, second_bias, down, down_bias, out, options)
+        if x.shape[0] <= table.FEW_TOKENS:
+            _few(*call)
         else:
-            wide = interleaved and gated
-            _tiles(x, ids, routing, gate, second, gate_bias, second_bias, down, down_bias, out, options, wide)
+            _tiles(*call, wide=gated and interleaved)
     return out
 
 
-def _halves(stored: list[Tensor], gated: bool, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Gate rows and up rows as views of the same strides; twice the same where there is no gate."""
-    if len(stored) == 2:
-        return stored[0], stored[1]
-    (whole,) = stored
-    if not gated:
-        return whole, whole
-    if interleaved:
-        return whole[:, 0::2], whole[:, 1::2]
-    inner = whole.shape[1] // 2
-    return whole[:, :inner], whole[:, inner:]
-
-
 def _few(
-    x: Tensor, ids: Tensor, routing: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None,
-    up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, out: Tensor, options: dict[str, Any],
-) -> None:  # fmt: skip
-    (T, H), K, (E, I, _) = x.shape, ids.shape[1], gate.shape
-    first = table.up_vector(T, gate.stride(2) == 1)
-    second = table.down_vector(T, down.stride(2) == 1)
+    x: Tensor, ids: Tensor, routing: Tensor, up: _Matrices, down: _Matrices, out: Tensor, gate: tuple[Any, ...]
+) -> None:
+    (T, H), K, E, I = x.shape, ids.shape[1], up.first.shape[0], up.N
+    device = x.device.index
     inner = torch.empty(T * K, I, dtype=x.dtype, device=x.device)
-    up_vector[(triton.cdiv(I, first.BN), T * K)](
-        x, ids, gate, up, gate_bias, up_bias, inner, E, H, I, K,
-        *x.stride(), *gate.stride(), *(gate_bias.stride() if gate_bias is not None else (0, 0)),
-        BN=first.BN, BK=first.BK, STAGES=first.stages, HAS_BIAS=gate_bias is not None, EVEN_K=H % first.BK == 0,
-        num_warps=first.warps, **options,
+    tile = table.up_vector(T, up.strides[2] == 1)
+    _up_vector(
+        (triton.cdiv(I, tile.BN), T * K, 1),
+        (x, ids, up.first, up.second, up.bias_first, up.bias_second, inner, E, H, I, K, *x.stride(),
+         *up.strides, up.offset, *up.bias_strides, up.bias_offset),
+        (tile.BN, tile.BK, tile.stages, up.bias_first is not None, H % tile.BK == 0, *gate),
+        tile.warps, 3, device,
     )  # fmt: skip
-    down_vector[(triton.cdiv(H, second.BN), T)](
-        inner, ids, down, down_bias, routing, out, E, H, I,
-        *down.stride(), *(down_bias.stride() if down_bias is not None else (0, 0)),
-        TOP_K=K, BN=second.BN, BK=second.BK, STAGES=second.stages, HAS_BIAS=down_bias is not None,
-        EVEN_K=I % second.BK == 0, num_warps=second.warps,
+    tile = table.down_vector(T, down.strides[2] == 1)
+    _down_vector(
+        (triton.cdiv(H, tile.BN), T, 1),
+        (inner, ids, down.first, down.bias_first, routing, out, E, H, I, *down.strides, *down.bias_strides),
+        (K, tile.BN, tile.BK, tile.stages, down.bias_first is not None, I % tile.BK == 0),
+        tile.warps, 3, device,
     )  # fmt: skip
 
 
 def _tiles(
-    x: Tensor, ids: Tensor, routing: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None,
-    up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, out: Tensor, options: dict[str, Any], wide: bool,
+    x: Tensor, ids: Tensor, routing: Tensor, up: _Matrices, down: _Matrices, out: Tensor, gate: tuple[Any, ...],
+    wide: bool,
 ) -> None:  # fmt: skip
-    (T, H), K, (E, I, _) = x.shape, ids.shape[1], gate.shape
-    S = T * K
+    (T, H), K, E, I = x.shape, ids.shape[1], up.first.shape[0], up.N
+    S, device = T * K, x.device.index
     pairs, ends = group_pairs(ids.view(-1), E)
-    first, second = table.tiles(S, E, x.dtype, _shared_limit(x.device.index) if x.is_cuda else 2**20)
+    first, second = table.tiles(S, E, x.dtype, _shared_limit(device) if x.is_cuda else 2**20)
     inner = torch.empty(S, I, dtype=x.dtype, device=x.device)
     rows = torch.empty(S, H, dtype=result_dtype(x.dtype), device=x.device)
     # one size for most models, so that they share compiled kernels
     experts = max(128, triton.next_power_of_2(E))
     precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    # the wide accumulator reads gate and up columns as they are stored, side by side
-    _, row_stride, _ = gate.stride()
-    n_stride = row_stride // 2 if wide else row_stride
-    bias_strides = (0, 0) if gate_bias is None else gate_bias.stride()
+
+    # Where gate and up columns lie side by side, one wide accumulator reads both as they are stored.
+    N, strides, bias_strides = I, up.strides, up.bias_strides
     if wide:
-        bias_strides = (bias_strides[0], bias_strides[1] // 2)
-    tiles = triton.cdiv(S, first.BM) + min(E, S)
-    whole = torch.as_strided(gate, (E, 2 * I, H), (gate.stride(0), n_stride, gate.stride(2))) if wide else gate
-    tma = first.tma and takes_tma(whole) and takes_tma(up)
-    up_product[(tiles * triton.cdiv(I, first.BN),)](
-        x, pairs, ends,
-        descriptor(whole, first.BN * (1 + wide), first.BK) if tma else gate,
-        descriptor(up, first.BN, first.BK) if tma and not wide else up,
-        gate_bias, up_bias, inner, tiles, E, H, I, K,
-        *x.stride(), gate.stride(0), n_stride, gate.stride(2), *bias_strides,
-        EXPERTS=experts, BM=first.BM, BN=first.BN, BK=first.BK, GROUP=first.group, WIDE=wide,
-        HAS_BIAS=gate_bias is not None, EVEN_K=H % first.BK == 0, EVEN_N=I % first.BN == 0, PRECISION=precision,
-        TMA=tma, BY_ROWS=gate.stride(2) == 1,
-        num_warps=first.warps, num_stages=first.stages, **options,
+        N, strides, bias_strides = 2 * I, (strides[0], up.offset, strides[2]), (bias_strides[0], up.bias_offset)
+    tma = first.tma and _takes_tma(up.first, strides) and _takes_tma(up.second, (*strides[:2], up.offset or 8))
+    p_gate, p_up = up.first, up.second
+    if tma:
+        width = first.BN * (1 + wide)
+        p_gate = _descriptor(up.first, 0, (E, N, H), strides, width, first.BK)
+        p_up = p_gate if wide else _descriptor(up.second, up.offset, (E, N, H), strides, width, first.BK)
+    tiles_M = triton.cdiv(S, first.BM) + min(E, S)
+    _up_product(
+        (tiles_M * triton.cdiv(I, first.BN), 1, 1),
+        (x, pairs, ends, p_gate, p_up, up.bias_first, up.bias_second, inner, tiles_M, E, H, I, K, *x.stride(),
+         *strides, up.offset, *bias_strides, up.bias_offset),
+        (experts, first.BM, first.BN, first.BK, first.group, wide, up.bias_first is not None, H % first.BK == 0,
+         I % first.BN == 0, precision, tma, strides[2] == 1, *gate),
+        first.warps, first.stages, device,
     )  # fmt: skip
-    tiles = triton.cdiv(S, second.BM) + min(E, S)
-    tma = second.tma and takes_tma(down) and takes_tma(inner[None])
-    down_product[(tiles * triton.cdiv(H, second.BN),)](
-        TensorDescriptor(inner, inner.shape, inner.stride(), [second.BM, second.BK]) if tma else inner,
-        pairs, ends, descriptor(down, second.BN, second.BK) if tma else down,
-        down_bias, routing, rows, tiles, E, H, I,
-        *down.stride(), *((0, 0) if down_bias is None else down_bias.stride()),
-        EXPERTS=experts, BM=second.BM, BN=second.BN, BK=second.BK, GROUP=second.group,
-        HAS_BIAS=down_bias is not None, EVEN_K=I % second.BK == 0, EVEN_N=H % second.BN == 0, PRECISION=precision,
-        TMA=tma, BY_ROWS=down.stride(2) == 1,
-        num_warps=second.warps, num_stages=second.stages,
+
+    tma = second.tma and _takes_tma(down.first, down.strides) and I * x.element_size() % 16 == 0
+    p_inner, p_down = inner, down.first
+    if tma:
+        p_inner = TensorDescriptor(inner, [S, I], [I, 1], [second.BM, second.BK])
+        p_down = _descriptor(down.first, 0, (E, H, I), down.strides, second.BN, second.BK)
+    tiles_M = triton.cdiv(S, second.BM) + min(E, S)
+    _down_product(
+        (tiles_M * triton.cdiv(H, second.BN), 1, 1),
+        (p_inner, pairs, ends, p_down, down.bias_first, routing, rows, tiles_M, E, H, I, *down.strides,
+         *down.bias_strides),
+        (experts, second.BM, second.BN, second.BK, second.group, down.bias_first is not None, I % second.BK == 0,
+         H % second.BN == 0, precision, tma, down.strides[2] == 1),
+        second.warps, second.stages, device,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(H))
-    combine[(T, triton.cdiv(H, block))](rows, ids, out, E, H, TOP_K=K, BLOCK=block)
+    _combine((T, triton.cdiv(H, block), 1), (rows, ids, out, E, H), (K, block), 4, 3, device)
 
 
-def takes_tma(w_ENK: Tensor) -> bool:
-    """Whether the copy engine of SM90 and newer can read blocks of these matrices: 16-byte strides and start."""
-    outer, rows, columns = w_ENK.stride()
-    leading = rows if columns == 1 else columns if rows == 1 else 1
-    aligned = leading * w_ENK.element_size() % 16 == 0 and outer * w_ENK.element_size() % 16 == 0
-    return w_ENK.is_cuda and _has_tma(w_ENK.device.index) and aligned and w_ENK.data_ptr() % 16 == 0
+def _takes_tma(tensor: Tensor, strides: tuple[int, int, int]) -> bool:
+    """Whether the copy engine of SM90 and newer can read it: one stride of 1, all else on 16 bytes."""
+    size = tensor.element_size()
+    on_16_bytes = all(stride == 1 or stride * size % 16 == 0 for stride in strides)
+    return tensor.is_cuda and _has_tma(tensor.device.index) and on_16_bytes and tensor.data_ptr() % 16 == 0
 
 
-def descriptor(w_ENK: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor of blocks of `rows` by `columns` of each matrix, in the order of storage."""
-    if w_ENK.stride(2) == 1:
-        return TensorDescriptor(w_ENK, list(w_ENK.shape), list(w_ENK.stride()), [1, rows, columns])
-    turned = w_ENK.transpose(1, 2)
-    return TensorDescriptor(turned, list(turned.shape), list(turned.stride()), [1, columns, rows])
+def _descriptor(
+    tensor: Tensor, offset: int, shape: tuple[int, int, int], strides: tuple[int, int, int], columns: int, depth: int
+) -> TensorDescriptor:
+    """Blocks of `columns` by `depth` of each matrix, in the order of storage."""
+    view = torch.as_strided(tensor, shape, strides, tensor.storage_offset() + offset)
+    if strides[2] == 1:
+        return TensorDescriptor(view, list(shape), list(strides), [1, columns, depth])
+    E, N, K = shape
+    outer, column, along = strides
+    return TensorDescriptor(view, [E, K, N], [outer, along, column], [1, depth, columns])
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 Measured on an H200 (Triton 3.6) with the shapes of Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B and
 Mixtral-8x7B, each kernel by itself, weights cold in the L2; each entry is within 5 % of the best
-found for any of the shapes at the sizes that it serves, the matrix-vector ones within 9 %. Other GPUs get the same tiles with
-fewer stages, or a shallower step, where their shared memory is smaller.
+found for any of the shapes at the sizes that it serves, the matrix-vector ones within 9 %. Other
+GPUs get the same tiles with fewer stages, or a shallower step, where their shared memory is smaller.
 """
 
 import functools

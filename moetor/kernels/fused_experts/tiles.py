@@ -25,7 +25,7 @@ def load_block(descriptor, expert, column, k, BN: tl.constexpr, BK: tl.constexpr
 def up_product(
     p_x, p_pairs, p_ends, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
     num_tiles, num_experts, hidden, inner, top_k,
-    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, stride_be, stride_bn,
+    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
     EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BY_ROWS: tl.constexpr,
@@ -69,7 +69,7 @@ def up_product(
         if not TMA:
             o_w = expert.to(tl.int64) * stride_we + k[:, None] * stride_wk + columns[None, :] * stride_wn
             p_g = p_gate + o_w
-            p_u = p_up + o_w
+            p_u = p_up + o_up + o_w
         gate = tl.zeros([BM, BN], tl.float32)
         up = tl.zeros([BM, BN], tl.float32)
         for start in range(0, hidden, BK):
@@ -94,7 +94,7 @@ def up_product(
             o_b = expert.to(tl.int64) * stride_be + columns * stride_bn
             gate += tl.load(p_gate_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                up += tl.load(p_up_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(p_up_bias + o_up_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
     out = apply_gate(gate, up, KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_CAP, UP_CAP)
     p_out = p_inner + rows.to(tl.int64)[:, None] * inner + columns[None, :]
     tl.store(p_out, out.to(p_inner.dtype.element_ty), mask=m_rows[:, None] & (columns < inner)[None, :])

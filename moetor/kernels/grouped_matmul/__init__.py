@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import fallback
+from . import ops as _ops  # noqa: F401  registers the operators
 
 __all__ = ["grouped_matmul", "weight_gradient"]
 
@@ -32,15 +32,6 @@ def grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dty
     return out
 
 
-def _product(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    if x_SK.is_cuda:
-        from . import native  # loads torch._dynamo, which CPU users need not wait for
-
-        if native.can_run(x_SK, w_ENK, dtype):
-            return native.grouped_matmul(x_SK, w_ENK, ends_E)
-    return fallback.grouped_matmul(x_SK, w_ENK, ends_E, dtype)
-
-
 def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, w_ENK: Tensor) -> Tensor:
     """Expert e: Σ over its rows of grad_SN[s]ᵀ x_SK[s], like w_ENK (E, N, K); zeros without rows.
 
@@ -48,23 +39,8 @@ def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, w_ENK: Tensor
     """
     if w_ENK.stride(-1) != 1 and w_ENK.stride(-2) == 1:
         return weight_gradient(x_SK, grad_SN, ends_E, w_ENK.transpose(1, 2)).transpose(1, 2)
-    if grad_SN.dtype != x_SK.dtype:  # fp16: the gradient of fp32 rows meets fp16 inputs
-        both = torch.promote_types(grad_SN.dtype, x_SK.dtype)
-        grad_SN, x_SK = grad_SN.to(both), x_SK.to(both)
-    if native_gradient(grad_SN, x_SK, w_ENK.dtype):
-        from . import native
-
-        return native.weight_gradient(grad_SN, x_SK, ends_E)
-    return fallback.weight_gradient(grad_SN, x_SK, ends_E, w_ENK.dtype)
-
-
-def native_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product gives this gradient, without a host sync."""
-    if not grad_SN.is_cuda:
-        return False
-    from . import native
-
-    return native.can_run_gradient(grad_SN, x_SK, dtype)
+    out: Tensor = torch.ops.moetor.grouped_matmul_weight_gradient(grad_SN, x_SK, ends_E, w_ENK.dtype)
+    return out
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -72,7 +48,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx, x_SK, w_ENK, ends_E, dtype):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_SK if ctx.needs_input_grad[1] else None, w_ENK, ends_E)
         ctx.x_dtype = x_SK.dtype
-        return _product(x_SK, w_ENK, ends_E, dtype)
+        return torch.ops.moetor.grouped_matmul(x_SK, w_ENK, ends_E, dtype)
 
     @staticmethod
     @once_differentiable
@@ -80,7 +56,7 @@ class _GroupedMatmul(torch.autograd.Function):
         x_SK, w_ENK, ends_E = ctx.saved_tensors
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_SN, w_ENK.transpose(1, 2), ends_E, ctx.x_dtype)
+            grad_x = torch.ops.moetor.grouped_matmul(grad_SN, w_ENK.transpose(1, 2), ends_E, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             grad_w = weight_gradient(grad_SN, x_SK, ends_E, w_ENK)
         return grad_x, grad_w, None, None

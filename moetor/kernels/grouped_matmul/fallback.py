@@ -7,23 +7,11 @@ there is never a copy of the stack. Reads `ends_E` on the host: on a GPU that is
 import torch
 from torch import Tensor
 
-from ..library import define
 from ..matmul import matmul
 
 
 def grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     """See the package; rows of no expert are zero."""
-    out: Tensor = torch.ops.moetor.grouped_matmul(x_SK, w_ENK, ends_E, dtype)
-    return out
-
-
-def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """See the package."""
-    out: Tensor = torch.ops.moetor.grouped_matmul_weight_gradient(grad_SN, x_SK, ends_E, dtype)
-    return out
-
-
-def _grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
     out_SN = x_SK.new_empty(x_SK.shape[0], w_ENK.shape[1], dtype=dtype)
     if not x_SK.shape[0]:
         return out_SN
@@ -36,7 +24,8 @@ def _grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dt
     return out_SN
 
 
-def _weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """See the package."""
     out_ENK = grad_SN.new_empty(ends_E.shape[0], grad_SN.shape[1], x_SK.shape[1], dtype=dtype)
     if not x_SK.shape[0]:
         return out_ENK.zero_()
@@ -48,15 +37,3 @@ def _weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, dtype: torch
             out_ENK[expert].zero_()
         start = end
     return out_ENK
-
-
-define(
-    "grouped_matmul(Tensor x, Tensor w, Tensor ends, ScalarType dtype) -> Tensor",
-    _grouped_matmul,
-    lambda x, w, ends, dtype: x.new_empty(x.shape[0], w.shape[1], dtype=dtype),
-)
-define(
-    "grouped_matmul_weight_gradient(Tensor grad, Tensor x, Tensor ends, ScalarType dtype) -> Tensor",
-    _weight_gradient,
-    lambda grad, x, ends, dtype: grad.new_empty(ends.shape[0], grad.shape[1], x.shape[1], dtype=dtype),
-)

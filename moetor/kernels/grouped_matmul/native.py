@@ -20,6 +20,7 @@ def can_run(a: Tensor, b_ENK: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped product takes these operands without copying the weights."""
     return (
         a.dtype == b_ENK.dtype == dtype == torch.bfloat16
+        and a.is_cuda
         and a.shape[0] > 0
         and _device_has_it(a.device)
         and a.shape[1] % 8 == 0
@@ -32,6 +33,7 @@ def can_run_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
     """The same for the gradient of the weights, a product over the rows of each expert."""
     return (
         grad_SN.dtype == x_SK.dtype == dtype == torch.bfloat16
+        and grad_SN.is_cuda
         and grad_SN.shape[0] > 0
         and _device_has_it(grad_SN.device)
         and grad_SN.shape[1] % 8 == 0
@@ -58,7 +60,6 @@ def _has_it(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_has_it(device: torch.device) -> bool:
     return _has_it(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -79,6 +80,4 @@ def _aligned(w_ENK: Tensor) -> bool:
 
 
 def _start_aligned(x: Tensor) -> bool:
-    # No addresses while tracing, and what the allocator hands out starts on 512 bytes. Should a
-    # view start elsewhere, PyTorch's product raises; it does not read astray.
-    return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
+    return x.data_ptr() % 16 == 0
