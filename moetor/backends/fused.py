@@ -16,19 +16,26 @@ _MOST_EXPERTS = 1024
 
 @functools.cache
 def machine_why_not(device: torch.device) -> str | None:
+    if reason := _wrong_device(device):
+        return reason
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
     if device.type != "cuda":
-        return f"needs a CUDA device, got {device.type}"
+        return None
     if torch.version.hip is not None:
         return f"needs an NVIDIA GPU, got ROCm {torch.version.hip}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"needs compute capability 8.0 or newer, got {major}.{minor}"
 
 
+def _wrong_device(device: torch.device) -> str | None:
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return None if device.type == "cuda" or interpreted else f"needs a CUDA device, got {device.type}"
+
+
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
+    if reason := _wrong_device(call.device):
+        return reason
     if weights.quantized:
         return f"needs dense weights, got {weights.format}"
     if not weights.stacked:

@@ -161,6 +161,12 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch.compile of torch 2.11 loses the gradient of a Function whose result has been through a
+    # `.to` that changes nothing
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _by_chunks(num_rows: int, row_elements: int, device: torch.device) -> list[slice]:
     """Slices of the tokens, so that a temporary of `row_elements` a token stays bounded."""
     if torch.compiler.is_compiling():
@@ -187,7 +193,7 @@ def _sum_pairs(
         if weights_TK is not None:
             terms = terms * weights_TK[part].to(acc)[..., None]
         terms = torch.where(keep[..., None], terms, 0)
-        parts.append(terms.sum(1, dtype=acc).to(dtype))
+        parts.append(_rounded(terms.sum(1, dtype=acc), dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

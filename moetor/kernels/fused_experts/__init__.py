@@ -4,6 +4,6 @@ Letters: T tokens, K experts per token, S = T·K pairs, E experts, H hidden size
 size. Inference only. Weights are read where they lie, through their strides.
 """
 
-from .launch import fused_experts
+from .op import fused_experts
 
 __all__ = ["fused_experts"]

@@ -7,6 +7,7 @@ pointers, whether an integer is 1, a multiple of 16, or beyond 32 bits.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -29,7 +30,7 @@ class Launcher:
         constants: tuple[Any, ...],
         warps: int,
         stages: int,
-        device: int | None,
+        device: int,
     ) -> None:
         """Launch on the current stream.
 
@@ -41,10 +42,16 @@ class Launcher:
         key = (device, constants, warps, stages, *map(_kind, args))
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*args, *constants)
+            launch(compiled, grid, (*args, *constants), device)
             return
         # None in Triton's interpreter, which compiles nothing
         self._compiled[key] = self._kernel[grid](*args, *constants, num_warps=warps, num_stages=stages)
+
+
+def launch(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], device: int) -> None:
+    """Launch what Triton compiled, with all of the kernel's parameters, as its own `run` does in the end."""
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
 
 
 def _kind(arg: Any) -> Any:
