@@ -14,8 +14,16 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_EXPERTS = 1024
 
 
-@functools.cache
 def machine_why_not(device: torch.device) -> str | None:
+    return _machine_why_not(device)
+
+
+# What torch._dynamo.assume_constant_result does, without importing all of torch._dynamo with moetor.
+machine_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _machine_why_not(device: torch.device) -> str | None:
     if reason := _wrong_device(device):
         return reason
     if importlib.util.find_spec("triton") is None:
