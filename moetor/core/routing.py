@@ -41,12 +41,6 @@ class ExpertOrder:
     row_S: Tensor | None = None
     ends_E: Tensor | None = None
 
-    def tokens_S(self) -> Tensor:
-        """(S,) the token of each row."""
-        T, K = self.has_expert_TK.shape
-        pair_S = torch.arange(T * K, device=self.expert_S.device) if self.pair_S is None else self.pair_S
-        return torch.div(pair_S, K, rounding_mode="floor")
-
 
 def group_by_expert(top_k_index: Tensor, num_experts: int) -> ExpertOrder:
     """Sort the pairs so that each expert's rows are adjacent.
@@ -100,8 +94,9 @@ def keep_pair_order(top_k_index: Tensor, num_experts: int) -> ExpertOrder:
 def _valid(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     if top_k_index.dim() != 2:
         raise InvalidInput(f"top_k_index must have shape (T, K), got {tuple(top_k_index.shape)}")
-    has_expert_TK = (top_k_index >= 0) & (top_k_index < num_experts)
-    return has_expert_TK, torch.where(has_expert_TK, top_k_index, num_experts).reshape(-1)
+    # -1 and E, and what is clamped to them, leave the same remainder: E
+    expert_TK = top_k_index.clamp(-1, num_experts).remainder(num_experts + 1)
+    return expert_TK < num_experts, expert_TK.reshape(-1)
 
 
 def gather_tokens(x_TH: Tensor, order: ExpertOrder) -> Tensor:
@@ -113,7 +108,9 @@ def gather_tokens(x_TH: Tensor, order: ExpertOrder) -> Tensor:
     >>> gather_tokens(torch.tensor([[1.0], [2.0]]), order).flatten().tolist()
     [1.0, 1.0, 2.0, 2.0]
     """
-    out: Tensor = _GatherTokens.apply(x_TH, order.tokens_S(), order.row_S, order.has_expert_TK)
+    if not _needs_grad(x_TH):
+        return _take_tokens(x_TH, order.pair_S, order.has_expert_TK)
+    out: Tensor = _GatherTokens.apply(x_TH, order.pair_S, order.row_S, order.has_expert_TK)
     return out
 
 
@@ -131,9 +128,9 @@ def combine(rows_SH: Tensor, top_k_weights: Tensor, order: ExpertOrder, dtype: t
     >>> combine(rows, torch.tensor([[0.5, 1.0], [1.0, 9.0]]), order, torch.float32).tolist()
     [[20.0], [30.0]]
     """
-    out: Tensor = _Combine.apply(
-        rows_SH, top_k_weights, order.tokens_S(), order.pair_S, order.row_S, order.has_expert_TK, dtype
-    )
+    if not _needs_grad(rows_SH, top_k_weights):
+        return _sum_pairs(rows_SH, top_k_weights, order.row_S, order.has_expert_TK, dtype)
+    out: Tensor = _Combine.apply(rows_SH, top_k_weights, order.pair_S, order.row_S, order.has_expert_TK, dtype)
     return out
 
 
@@ -144,6 +141,8 @@ def expert_bias(bias_EN: Tensor, order: ExpertOrder) -> Tensor:
     >>> expert_bias(torch.tensor([[5.0], [7.0]]), order).flatten().tolist()
     [5.0, 7.0]
     """
+    if not _needs_grad(bias_EN):
+        return _take_bias(bias_EN, order.expert_S)
     out: Tensor = _ExpertBias.apply(bias_EN, order.expert_S)
     return out
 
@@ -155,6 +154,25 @@ def clear_rows_of_no_expert(rows_SH: Tensor, order: ExpertOrder) -> Tensor:
     nobody reads would still reach the parameters' gradients.
     """
     return torch.where((order.expert_S < order.num_experts)[:, None], rows_SH, 0)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    """Whether autograd has to see what is done with them; 5 µs a function where it has not."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _tokens(pair_S: Tensor | None, has_expert_TK: Tensor) -> Tensor:
+    """(S,) the token of each row."""
+    T, K = has_expert_TK.shape
+    pair_S = torch.arange(T * K, device=has_expert_TK.device) if pair_S is None else pair_S
+    return torch.div(pair_S, K, rounding_mode="floor")
+
+
+def _take_tokens(x_TH: Tensor, pair_S: Tensor | None, has_expert_TK: Tensor) -> Tensor:
+    if pair_S is not None:
+        return x_TH.index_select(0, _tokens(pair_S, has_expert_TK))
+    (T, H), K = x_TH.shape, has_expert_TK.shape[1]
+    return x_TH.unsqueeze(1).expand(T, K, H).reshape(T * K, H)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -199,9 +217,9 @@ def _sum_pairs(
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, token_S, row_S, has_expert_TK):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_TH, pair_S, row_S, has_expert_TK):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(row_S, has_expert_TK)
-        return x_TH.index_select(0, token_S)
+        return _take_tokens(x_TH, pair_S, has_expert_TK)
 
     @staticmethod
     @once_differentiable
@@ -212,16 +230,16 @@ class _GatherTokens(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_SH, weights_TK, token_S, pair_S, row_S, has_expert_TK, dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows_SH, weights_TK, pair_S, row_S, has_expert_TK, dtype):  # type: ignore[no-untyped-def]
         needs_rows = ctx.needs_input_grad[1]
-        ctx.save_for_backward(rows_SH if needs_rows else None, weights_TK, token_S, pair_S, row_S, has_expert_TK)
+        ctx.save_for_backward(rows_SH if needs_rows else None, weights_TK, pair_S, row_S, has_expert_TK)
         ctx.rows_dtype = rows_SH.dtype
         return _sum_pairs(rows_SH, weights_TK, row_S, has_expert_TK, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
-        rows_SH, weights_TK, token_S, pair_S, row_S, has_expert_TK = ctx.saved_tensors
+        rows_SH, weights_TK, pair_S, row_S, has_expert_TK = ctx.saved_tensors
         acc = _accumulator(ctx.rows_dtype)
         T, K = weights_TK.shape
         H = grad_TH.shape[-1]
@@ -229,6 +247,7 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight_S = torch.where(has_expert_TK, weights_TK, 0).to(acc).reshape(-1)
             weight_S = weight_S if pair_S is None else weight_S.index_select(0, pair_S)
+            token_S = _tokens(pair_S, has_expert_TK)
             parts = [
                 (grad_TH.index_select(0, token_S[part]) * weight_S[part, None]).to(ctx.rows_dtype)
                 for part in _by_chunks(T * K, H, grad_TH.device)
@@ -245,7 +264,11 @@ class _Combine(torch.autograd.Function):
                 dots = (rows.to(acc) * grad_TH[part].to(acc)[:, None]).sum(-1)
                 parts.append(torch.where(has_expert_TK[part], dots, 0).to(weights_TK.dtype))
             grad_weights = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return grad_rows, grad_weights, None, None, None, None, None
+        return grad_rows, grad_weights, None, None, None, None
+
+
+def _take_bias(bias_EN: Tensor, expert_S: Tensor) -> Tensor:
+    return bias_EN.index_select(0, expert_S.clamp(max=bias_EN.shape[0] - 1))
 
 
 class _ExpertBias(torch.autograd.Function):
@@ -253,7 +276,7 @@ class _ExpertBias(torch.autograd.Function):
     def forward(ctx, bias_EN, expert_S):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(expert_S)
         ctx.num_experts, ctx.dtype = bias_EN.shape[0], bias_EN.dtype
-        return bias_EN.index_select(0, expert_S.clamp(max=bias_EN.shape[0] - 1))
+        return _take_bias(bias_EN, expert_S)
 
     @staticmethod
     @once_differentiable

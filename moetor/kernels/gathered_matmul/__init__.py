@@ -26,6 +26,8 @@ def gathered_matmul(x_SK: Tensor, w_ENK: Tensor, expert_S: Tensor, dtype: torch.
     >>> gathered_matmul(x, w, torch.tensor([1, 0]), torch.float32, 2**20).tolist()
     [[20.0], [20.0]]
     """
+    if not (torch.is_grad_enabled() and (x_SK.requires_grad or w_ENK.requires_grad)):
+        return _product(x_SK, w_ENK, expert_S, dtype, chunk_bytes)
     out: Tensor = _GatheredMatmul.apply(x_SK, w_ENK, expert_S, dtype, chunk_bytes)
     return out
 
@@ -40,7 +42,9 @@ def _product(x_SK: Tensor, w_ENK: Tensor, expert_S: Tensor, dtype: torch.dtype, 
     parts = []
     for start in [0] if torch.compiler.is_compiling() else range(0, max(S, 1), step):
         rows = x_SK[start : start + step]
-        gathered = stored.index_select(0, safe_S[start : start + step])
+        chosen = safe_S[start : start + step]
+        # on a GPU indexing copies whole matrices at once, index_select element by element
+        gathered = stored[chosen] if stored.is_cuda else stored.index_select(0, chosen)
         gathered = gathered if turned else gathered.transpose(1, 2)
         parts.append(matmul(rows.unsqueeze(1), gathered, dtype).squeeze(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

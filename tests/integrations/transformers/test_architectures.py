@@ -10,10 +10,11 @@ from torch import Tensor, nn
 import moetor
 from moetor.integrations.transformers.adapters import _FACTS, facts_of, is_experts
 
+from .backends import ON_CPU
 from .compare import gradient_errors, relative_error
 from .models import CONFIGS, auto_class, build, logits, tokens
 
-BACKENDS = moetor.ExpertsInterface.names()
+BACKENDS = ON_CPU
 
 every_architecture = pytest.mark.parametrize("name", CONFIGS)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
