@@ -61,6 +61,18 @@ def test_fused_reads_interleaved_rows_stored_transposed_as_gpt_oss_does() -> Non
         assert not problems, problems
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [2, 19, 1024])
+def test_fused_is_as_exact_as_grouped_mm(tokens: int, dtype: torch.dtype) -> None:
+    inputs = make_inputs(replace(LARGE, tokens=tokens, dtype=dtype), "cuda")
+    expected, _ = oracle(inputs, inputs.hidden_states)
+    errors = {}
+    for backend in ("fused", "grouped_mm"):
+        result, _ = run(backend, inputs, torch.ones_like(inputs.hidden_states))
+        errors[backend] = relative_error(result, expected)
+    assert errors["fused"] <= 1.2 * errors["grouped_mm"]
+
+
 @pytest.mark.parametrize("backend", ["fused", "grouped_mm", "batched_mm", "eager"])
 def test_o3_weights_beyond_2_to_the_31_elements(backend: str) -> None:
     E, H, I, T = 512, 4096, 1024, 64
