@@ -1,5 +1,6 @@
 """moetor: the experts of Mixture-of-Experts models, by interchangeable backends."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import debug
@@ -62,4 +63,6 @@ def __getattr__(name: str) -> Any:
         from .integrations import transformers
 
         return getattr(transformers, name)
+    if name == "testing":
+        return importlib.import_module("moetor.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,8 @@ _local = threading.local()
 def check_routing() -> Iterator[None]:
     """Inside, an id that is neither an expert nor a sentinel (-1 or E) is an error; this thread only.
 
-    Outside such an id adds nothing, as a sentinel does. Costs a host sync a call.
+    Outside such an id adds nothing, as a sentinel does, and so it does in what torch.compile has
+    compiled, which cannot look at values. Costs a host sync a call.
     """
     before = getattr(_local, "checking", False)
     _local.checking = True

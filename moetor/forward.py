@@ -1,12 +1,15 @@
 """One layer of experts, end to end: check, choose, run. The page to read first."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from . import backends as _backends  # noqa: F401  registers ours
 from . import debug
+from .core.activation import Activation
 from .core.autocast import autocast_enabled, without_autocast
 from .core.errors import InvalidInput
 from .core.interface import Backend, Call, ExpertsInterface, describe_call
@@ -66,10 +69,27 @@ def _run(
 ) -> Tensor:
     if not autocast_enabled(call.device.type):
         return backend.forward(weights, hidden_states, top_k_index, top_k_weights)
-    # Autocast is honoured here, once: below, a dtype that was chosen is not changed again.
+    # Autocast is honoured here, once: below, a dtype that was chosen is not changed again. A model's
+    # own functions still run inside it.
+    weights = _foreign_inside_autocast(weights, call)
     with without_autocast(call.device.type):
         out = backend.forward(weights, hidden_states.to(call.dtype), top_k_index, top_k_weights)
         return out.to(hidden_states.dtype)
+
+
+def _foreign_inside_autocast(weights: ExpertWeights, call: Call) -> ExpertWeights:
+    def inside(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(rows: Tensor) -> Tensor:
+            with torch.autocast(call.device.type, dtype=call.dtype):
+                return fn(rows)
+
+        return run
+
+    if weights.activation.fn is not None:
+        weights = replace(weights, activation=Activation.custom(inside(weights.activation.fn)))
+    if weights.after_down is not None:
+        weights = replace(weights, after_down=inside(weights.after_down))
+    return weights
 
 
 def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
@@ -86,8 +106,9 @@ def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, t
         )
     if not top_k_index.shape[1]:
         raise InvalidInput("top_k_index must name at least one expert a token, got K = 0")
-    if not top_k_weights.is_floating_point():
-        raise InvalidInput(f"top_k_weights must be of a float dtype, got {top_k_weights.dtype}")
+    for name, tensor in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
+        if not tensor.is_floating_point():
+            raise InvalidInput(f"{name} must be of a float dtype, got {tensor.dtype}")
     if hidden_states.shape[1] != weights.hidden_size:
         raise InvalidInput(
             f"hidden_states must have H = {weights.hidden_size} columns, as the weights do,"

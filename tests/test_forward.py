@@ -1,10 +1,15 @@
 """Bad input gets one clear error, before anything runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from moetor import InvalidInput, experts_forward
+from moetor import Activation, ExpertsInterface, MoetorError, experts_forward
+from moetor.core.interface import describe_call
 from moetor.testing import Case, make_inputs
+from moetor.testing.cases import EVERYTHING
 
 T, K, H = 4, 2, 64
 
@@ -39,12 +44,14 @@ def call(**changes: object) -> torch.Tensor:
             {"top_k_index": torch.zeros(T, 0, dtype=torch.int64), "top_k_weights": torch.zeros(T, 0)},
             "at least one expert a token",
         ),
+        ({"hidden_states": torch.zeros(T, H, dtype=torch.int64)}, "hidden_states must be of a float dtype"),
+        ({"backend": ["eager"]}, "unknown experts backend"),
         ({"hidden_states": torch.zeros(T, H, device="meta")}, "on one device, got .'cpu', 'meta'."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_does_not_fit_is_one_clear_error(changes: dict, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
+    with pytest.raises(MoetorError, match=message):
         call(**changes)
 
 
@@ -91,3 +98,47 @@ def test_meta_tensors_give_the_shape(backend: str) -> None:
     )
     assert result.shape == (T, H)
     assert result.is_meta
+
+
+@pytest.mark.parametrize("backend", ["eager", "grouped_mm", "batched_mm", "fused"])
+def test_forward_mode_derivative_is_right_or_refused(backend: str) -> None:
+    inputs = make_inputs(Case(tokens=T, dtype=torch.float64, frozen=EVERYTHING))
+    rest = (inputs.top_k_index, inputs.top_k_weights, "eager")
+    direction = torch.randn_like(inputs.hidden_states)
+    step = 1e-6 * direction
+    ahead, behind = (experts_forward(inputs.weights, inputs.hidden_states + s, *rest) for s in (step, -step))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs.hidden_states, direction)
+        try:
+            result = experts_forward(inputs.weights, dual, inputs.top_k_index, inputs.top_k_weights, backend)
+        except (MoetorError, NotImplementedError, RuntimeError):
+            return
+        tangent = forward_ad.unpack_dual(result).tangent
+        assert tangent is not None
+        torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-6)
+
+
+def test_own_functions_run_inside_autocast() -> None:
+    inputs = make_inputs(Case(gate="custom", norm=True))
+    gate = torch.nn.Linear(64, 32)
+    norm = torch.nn.LayerNorm(64)
+    weights = replace(inputs.weights, activation=Activation.custom(gate), after_down=norm)
+    for backend in ("eager", "grouped_mm", "batched_mm"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = experts_forward(
+                weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, backend=backend
+            )
+        assert result.dtype == torch.float32
+        result.sum().backward()
+
+
+def test_fused_refuses_a_pair_of_biases_stored_apart() -> None:
+    """Both are read with the strides of the first."""
+    inputs = make_inputs(Case(layout="pair", bias=True, frozen=EVERYTHING))
+    gate, up = inputs.weights.ups
+    room = torch.zeros(5, 64)
+    apart = replace(inputs.weights, up=(gate, replace(up, bias=room[:, 32:])))
+    call = describe_call(apart, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights)
+    on_gpu = replace(call, device=torch.device("cuda"))
+    assert "stored alike" in (ExpertsInterface["fused"].why_not(apart, on_gpu) or "")
+    assert ExpertsInterface["fused"].why_not(inputs.weights, on_gpu) is None

@@ -1,4 +1,4 @@
-"""Our own Triton kernels: gather, products, gate and weighted sum in two to five launches; inference."""
+"""Our own Triton kernels: gather, products, gate and weighted sum fused; inference."""
 
 import functools
 import importlib.util
@@ -64,9 +64,13 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
         gate, up = weights.up
         if gate.transposed != up.transposed or gate.first.stride() != up.first.stride():
             return "needs gate and up stored alike, got different strides"
-        if (gate.bias is None) != (up.bias is None):
-            return "needs biases of both gate and up or of neither"
+        if _layout(gate.bias) != _layout(up.bias):
+            return "needs biases of both gate and up, stored alike, or of neither"
     return None
+
+
+def _layout(bias: Tensor | list[Tensor] | None) -> object:
+    return bias.stride() if isinstance(bias, Tensor) else bias is not None
 
 
 def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

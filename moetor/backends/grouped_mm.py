@@ -7,6 +7,7 @@ from ..core.interface import Backend, Call
 from ..core.routing import group_by_expert
 from ..core.weights import ExpertWeights, Weight
 from ..kernels.grouped_matmul import grouped_matmul
+from ..kernels.grouped_matmul.native import takes_weights
 from .stacked import stacked_forward
 from .stacked import why_not as stacked_why_not
 
@@ -16,8 +17,10 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
         return reason
     if call.device.type not in ("cpu", "cuda", "meta"):
         return f"needs CPU or CUDA tensors, got {call.device.type}"
-    if call.capturing and call.dtype != torch.bfloat16:
-        return f"loops on the host for {call.dtype}, which a CUDA graph cannot capture; bfloat16 does not"
+    if call.capturing and not (
+        call.dtype == torch.bfloat16 and all(takes_weights(weight.stack_ENK()) for weight in weights.all)
+    ):
+        return "loops on the host for these weights, which a CUDA graph cannot capture; aligned bfloat16 ones it can"
     return None
 
 

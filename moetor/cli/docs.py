@@ -128,8 +128,10 @@ def readme_table() -> str:
         for rows in asked.values():
             names = [q.name for q in rows if q.kind == "dtype" and not backend.why_not(q.weights, q.call)]
             dtypes.append("all" if len(names) == len(DTYPES) else ", ".join(names) or "none")
+        # where it runs in no dtype, it is the device that it refuses
+        at_home = [rows for rows, names in zip(asked.values(), dtypes, strict=True) if names != "none"]
         refused = dict.fromkeys(
-            q.name for rows in asked.values() for q in rows if q.kind != "dtype" and backend.why_not(q.weights, q.call)
+            q.name for rows in at_home for q in rows if q.kind != "dtype" and backend.why_not(q.weights, q.call)
         )
         cells = [f"`{backend.name}`", backend.summary, *dtypes, "; ".join(refused) or "nothing"]
         lines.append("| " + " | ".join(cells) + " |")

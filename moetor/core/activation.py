@@ -62,6 +62,10 @@ class Activation:
             raise InvalidInput(f"an activation must be one of {known} or Activation.custom, got {self.kind!r}")
         if (self.kind == "custom") != (self.fn is not None):
             raise InvalidInput(f"only a custom activation has a function, got kind={self.kind!r} and fn={self.fn}")
+        for name in ("limit", "gate_softcap", "up_softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInput(f"an activation's {name} must be positive or None, got {value}")
         if self.kind != "silu" and (self.alpha != 1.0 or self.gate_softcap is not None):
             raise InvalidInput(f"alpha and gate_softcap belong to kind 'silu', got kind={self.kind!r}")
 

@@ -50,7 +50,9 @@ def describe_call(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Te
     """The metadata of one call; see `Call`."""
     compiling = torch.compiler.is_compiling()
     device = hidden_states.device
-    needs_grad = torch.is_grad_enabled() and (
+    # forward-mode derivatives need no tensor to require a gradient
+    needs_grad = not compiling and torch.autograd.forward_ad._current_level >= 0
+    needs_grad |= torch.is_grad_enabled() and (
         hidden_states.requires_grad
         or top_k_weights.requires_grad
         or any(tensor.requires_grad for tensor in weights.tensors())
@@ -165,7 +167,7 @@ class BackendRegistry:
         return tuple(self._backends)
 
     def __getitem__(self, name: str) -> Backend:
-        if name not in self._backends:
+        if not isinstance(name, str) or name not in self._backends:
             raise unknown_name("experts backend", name, self._backends)
         return self._backends[name]
 

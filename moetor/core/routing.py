@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import InvalidInput
 
-# Elements of the fp32 temporary (tokens, K, H) that sum_pairs fills at a time: on CPU it should
+# Elements of the fp32 temporary (tokens, K, H) that _sum_pairs fills at a time: on CPU it should
 # stay near the caches, on a GPU one launch should do unless memory would notice.
 _CHUNK_CPU, _CHUNK_GPU = 2**20, 2**26
 
@@ -26,7 +26,7 @@ class ExpertOrder:
     """Which pair lies in which row. Made by the two functions below, read by the others here.
 
     Attributes:
-        top_k_index: (T, K), as given.
+        num_experts: E.
         has_expert_TK: (T, K) bool, the id lies in [0, E).
         expert_S: (S,) the expert of each row; E for rows of no expert.
         pair_S: (S,) the pair in each row; None when rows are in pair order.

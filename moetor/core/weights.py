@@ -14,6 +14,8 @@ from .activation import SILU, Activation
 from .errors import InvalidInput
 from .formats import FORMATS
 
+_DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -39,15 +41,28 @@ class Weight:
         if self.format not in FORMATS:
             raise InvalidInput(f"unknown format {self.format!r} of expert weights; known: {', '.join(FORMATS)}")
         if isinstance(data, Tensor):
-            if data.dim() != 3:
+            if data.dim() != 3 or not data.shape[0]:
                 raise InvalidInput(f"expert weights must have shape (E, out, in), got {tuple(data.shape)}")
-        elif not data or any(matrix.dim() != 2 for matrix in data):
-            raise InvalidInput("a list of expert weights must hold one (out, in) matrix an expert, got another shape")
-        if isinstance(self.bias, Tensor) and tuple(self.bias.shape) != (self.num_experts, self.out_features):
-            raise InvalidInput(
-                f"expert biases must have shape (E, out) = ({self.num_experts}, {self.out_features}),"
-                f" got {tuple(self.bias.shape)}"
-            )
+        elif not isinstance(data, list) or not data or any(matrix.dim() != 2 for matrix in data):
+            raise InvalidInput("expert weights must be one tensor, or a list of one (out, in) matrix an expert")
+        elif len({(matrix.shape, matrix.dtype, matrix.device) for matrix in data}) > 1:
+            raise InvalidInput("the matrices of a list of expert weights must agree in shape, dtype and device")
+        self._check_bias()
+        if not FORMATS[self.format].quantized:
+            if self.scale is not None:
+                raise InvalidInput(f"expert weights of format {self.format!r} have no scale; name the format it is of")
+            if self.first.dtype not in _DENSE_DTYPES:
+                raise InvalidInput(
+                    f"dense expert weights must be of a float dtype of 16 bits or more, got {self.first.dtype}"
+                )
+
+    def _check_bias(self) -> None:
+        if self.bias is None:
+            return
+        E, N = self.num_experts, self.out_features
+        got = [tuple(b.shape) for b in self.bias] if isinstance(self.bias, list) else tuple(self.bias.shape)
+        if got != ([(N,)] * E if isinstance(self.bias, list) else (E, N)):
+            raise InvalidInput(f"expert biases must have shape (E, out) = ({E}, {N}), or be a list of it, got {got}")
 
     @property
     def num_experts(self) -> int:
@@ -114,7 +129,8 @@ class ExpertWeights:
         activation: what happens in between.
         gated: whether `up` holds a gate.
         interleaved: rows of `up` are gate, up, gate, up …
-        after_down: applied to the rows (…, H) of the second product, before the routing weight.
+        after_down: applied to the rows (…, H) of the second product, before the routing weight. The
+            rows of float16 experts come in float32, as they may be larger than float16 allows.
 
     >>> import torch
     >>> up, down = torch.ones(4, 6, 5), torch.ones(4, 5, 3)
@@ -132,8 +148,17 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         ups = self.ups
-        if len(ups) == 2 and (not self.gated or self.interleaved):
-            raise InvalidInput("a pair (gate, up) is gated and not interleaved by what it is; got other flags")
+        if not isinstance(self.activation, Activation):
+            raise InvalidInput(f"activation must be a moetor.Activation, got {self.activation!r}")
+        if isinstance(self.up, tuple):
+            if len(ups) != 2 or len({up.out_features for up in ups}) != 1:
+                raise InvalidInput(f"a pair (gate, up) must be two of I rows each, got {[u.out_features for u in ups]}")
+            if not self.gated or self.interleaved:
+                raise InvalidInput("a pair (gate, up) is gated and not interleaved by what it is; got other flags")
+        if not self.gated and (self.interleaved or self.activation.up_offset or self.activation.up_softcap is not None):
+            raise InvalidInput(
+                "experts without a gate cannot interleave one, nor offset or soft-cap what it multiplies"
+            )
         rows = sum(up.out_features for up in ups)
         expected = self.intermediate_size * (2 if self.gated else 1)
         if rows != expected:
@@ -155,6 +180,12 @@ class ExpertWeights:
                 "all weights of a layer must share dtype and device, got "
                 + ", ".join(f"{w.first.dtype} on {w.first.device}" for w in self.all)
             )
+        if len({w.format for w in self.all}) > 1:
+            raise InvalidInput(f"all weights of a layer must be of one format, got {[w.format for w in self.all]}")
+        for weight in self.all:
+            for bias in weight.tensors()[-1:] if weight.bias is not None else []:
+                if bias.device != self.device or not bias.is_floating_point():
+                    raise InvalidInput(f"biases must be floats on {self.device}, got {bias.dtype} on {bias.device}")
 
     @property
     def ups(self) -> tuple[Weight, ...]:

@@ -1,1 +1,1 @@
-"""Products of raw tensors: tensors in, tensors out, nothing of models. One folder an op."""
+"""Products of raw tensors: tensors in, tensors out, nothing of transformers. One folder an op."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from .. import forward
+from ..core.errors import InvalidInput
 from ..core.interface import ExpertsInterface, describe_call
-from ..forward import experts_forward
 from .cases import EVERYTHING, Case, Inputs, contract_cases, make_inputs, prime_memory
 from .oracle import oracle, relative_error
 
@@ -63,6 +64,8 @@ def check_backend(name: str, cases: Iterable[Case] | None = None, device: torch.
     Raises:
         AssertionError: with the report, if something failed.
     """
+    if forward.OVERRIDE:
+        raise InvalidInput(f"MOETOR_EXPERTS={forward.OVERRIDE} would run in place of {name!r}; unset it")
     report = Report(name)
     for case in contract_cases() if cases is None else cases:
         inputs, reason = runnable(name, case, device)
@@ -142,7 +145,9 @@ def run(name: str, inputs: Inputs, upstream: Tensor) -> tuple[Tensor, dict[str, 
     for leaf in leaves.values():
         leaf.grad = None
     prime_memory(inputs.hidden_states.device)
-    result = experts_forward(inputs.weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, name)
+    result = forward.experts_forward(
+        inputs.weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, name
+    )
     if result.requires_grad:
         prime_memory(inputs.hidden_states.device)
         result.backward(upstream)

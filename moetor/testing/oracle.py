@@ -83,7 +83,10 @@ def _gate(weights: ExpertWeights, product: Tensor, dtype: torch.dtype) -> Tensor
     if activation.fn is not None:
         return activation.fn(product)
     if not weights.gated:
-        return _function(activation, product)
+        before, after = (None, activation.limit) if activation.limit_after else (activation.limit, None)
+        gate = product if before is None else _clamp(product, -torch.inf, before, dtype)
+        value = _function(activation, gate)
+        return value if after is None else _clamp(value, -torch.inf, after, torch.float32)
     half = product.shape[-1] // 2
     gate, up = (product[:, ::2], product[:, 1::2]) if weights.interleaved else (product[:, :half], product[:, half:])
     limit = activation.limit

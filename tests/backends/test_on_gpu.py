@@ -142,6 +142,20 @@ def test_o11_replays_with_new_routing_padding_and_weights(backend: str) -> None:
             assert relative_error(result, oracle(layer, result)[0]) <= 1e-2
 
 
+@pytest.mark.parametrize("gate", ["gpt_oss", "relu", "limit_after", "relu2"])
+@pytest.mark.parametrize("tokens", [2, 19])
+def test_nan_of_a_token_stays_in_its_result(gate: str, tokens: int) -> None:
+    """Clamps of PyTorch keep a NaN; those of a GPU return the bound."""
+    inputs = make_inputs(Case(tokens=tokens, gate=gate, dtype=torch.bfloat16, frozen=EVERYTHING), "cuda")
+    inputs.hidden_states[1, 3] = torch.nan
+    for backend in ("fused", "grouped_mm"):
+        result = experts_forward(
+            inputs.weights, inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights, backend=backend
+        )
+        assert result[1].isnan().all()
+        assert not result[0].isnan().any()
+
+
 @pytest.mark.parametrize("backend", CAPTURED)
 def test_no_host_sync(backend: str) -> None:
     inputs = make_inputs(

@@ -34,6 +34,12 @@ def test_unknown_kind_is_refused_with_the_known_ones() -> None:
         Activation("swish2")
 
 
+@pytest.mark.parametrize("numbers", [{"limit": -1.0}, {"gate_softcap": 0.0}, {"up_softcap": 0.0}])
+def test_bounds_must_be_positive(numbers: dict) -> None:
+    with pytest.raises(InvalidInput, match="must be positive"):
+        Activation("silu", **numbers)
+
+
 def test_numbers_of_another_kind_are_refused() -> None:
     with pytest.raises(InvalidInput, match="belong to kind 'silu'"):
         Activation("relu", alpha=1.7)

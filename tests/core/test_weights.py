@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moetor import ExpertWeights, InvalidInput, Weight
+from moetor import Activation, ExpertWeights, InvalidInput, Weight
 from moetor.core.cost import bytes_per_expert, cost, experts_hit
 
 E, H, I = 3, 8, 6
@@ -18,9 +18,39 @@ def stack(*shape: int) -> torch.Tensor:
     [
         (lambda: Weight(stack(4, 4)), r"must have shape \(E, out, in\)"),
         (lambda: Weight([]), "one .out, in. matrix an expert"),
+        (lambda: Weight((stack(4, 4),)), "one .out, in. matrix an expert"),
+        (lambda: Weight([stack(4, 4), stack(4, 5)]), "must agree in shape, dtype and device"),
+        (lambda: Weight([stack(4, 4)] * E, bias=[stack(4)] * (E - 1)), "biases must have shape"),
+        (lambda: Weight([stack(4, 4)] * E, bias=[stack(1)] * E), "biases must have shape"),
+        (lambda: Weight(stack(0, 4, 4)), r"must have shape \(E, out, in\)"),
+        (lambda: Weight(stack(E, 4, 4), scale=stack(E, 1, 1)), "have no scale"),
+        (lambda: Weight(stack(E, 4, 4).to(torch.float8_e4m3fn)), "float dtype of 16 bits or more"),
+        (lambda: Weight(stack(E, 4, 4).long()), "float dtype of 16 bits or more"),
+        (
+            lambda: ExpertWeights((Weight(stack(E, I + 2, H)), Weight(stack(E, I - 2, H))), Weight(stack(E, H, I))),
+            "two of I rows each",
+        ),
+        (
+            lambda: ExpertWeights(Weight(stack(E, I, H)), Weight(stack(E, H, I)), gated=False, interleaved=True),
+            "experts without a gate cannot",
+        ),
+        (
+            lambda: ExpertWeights(
+                Weight(stack(E, I, H)), Weight(stack(E, H, I)), activation=Activation(up_offset=1.0), gated=False
+            ),
+            "experts without a gate cannot",
+        ),
+        (
+            lambda: ExpertWeights(Weight(stack(E, 2 * I, H)), Weight(stack(E, H, I)), activation="gelu"),
+            "must be a moetor.Activation",
+        ),
+        (
+            lambda: ExpertWeights(Weight(stack(E, 2 * I, H)), Weight(stack(E, H, I), bias=stack(E, H).to("meta"))),
+            "biases must be floats on cpu",
+        ),
         (
             lambda: Weight(stack(E, 4, 4), bias=stack(E, 5)),
-            r"biases must have shape \(E, out\) = \(3, 4\), got \(3, 5\)",
+            r"biases must have shape \(E, out\) = \(3, 4\), .* got \(3, 5\)",
         ),
         (lambda: Weight(stack(E, 4, 4), format="fp9"), "unknown format 'fp9'"),
         (lambda: ExpertWeights(Weight(stack(E, I, H)), Weight(stack(E, H, I))), "must have 2·I = 12 rows"),

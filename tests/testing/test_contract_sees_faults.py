@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetor import Backend, ExpertsInterface
+from moetor import Backend, ExpertsInterface, InvalidInput
 from moetor.core.weights import ExpertWeights, Weight
 from moetor.testing import check_backend, contract_cases
 
@@ -134,6 +134,12 @@ def test_planted_fault_is_found(fault: Forward, stranger: Callable[[Forward], st
     cases = [c for c in contract_cases() if c.dtype in dtypes and (kinds is None or c.gate in kinds)]
     with pytest.raises(AssertionError, match="FAILED"):
         check_backend(stranger(fault), cases)
+
+
+def test_override_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetor.forward.OVERRIDE", "eager")
+    with pytest.raises(InvalidInput, match="would run in place of 'grouped_mm'"):
+        check_backend("grouped_mm", contract_cases()[:1])
 
 
 def test_right_backend_passes(stranger: Callable[[Forward], str]) -> None:

@@ -7,6 +7,7 @@ made earlier would carry no gradient after `no_grad`, and be stale after `.to()`
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -59,6 +60,11 @@ def facts_of(module: nn.Module) -> Facts:
     """
     facts: Facts | None = module.__dict__.get(_FACTS)
     if facts is None:
+        if torch.compiler.is_compiling():
+            raise InvalidInput(
+                f"{type(module).__name__} is new to moetor, which cannot look at it inside torch.compile;"
+                " moetor.attach(model), or call the model once, before compiling"
+            )
         facts = _read_facts(module)
         module.__dict__[_FACTS] = facts
     return facts

@@ -52,7 +52,7 @@ def plan(model: PreTrainedModel, choice: Choice) -> list[tuple[nn.Module, str]]:
         # "auto" for the whole is what loading asks for when no backend was named
         if name != "eager" and (key, name) != ("", "auto") and not any(_under(own, key) for own in experts):
             where = f"sub-config {key!r} of {type(model).__name__}" if key else type(model).__name__
-            raise InvalidInput(f"{where} has no experts; it accepts only 'eager', got {name!r}")
+            raise InvalidInput(f"{where} has no experts that moetor runs; it accepts only 'eager', got {name!r}")
     planned = []
     for own, modules in experts.items():
         reaching = [key for key in wanted if _under(own, key)]
@@ -77,11 +77,12 @@ def set_backend(module: nn.Module, name: str) -> None:
 
 def backend_of(module: nn.Module) -> str:
     """The name on one experts module; transformers' own choice if moetor does not run it."""
-    name: str | None = module.__dict__.get(CHOICE)
-    if name is None:
-        config: Any = module.config
-        name = config._experts_implementation or "eager"
-    return name
+    config: Any = module.config
+    ours: str | None = module.__dict__.get(CHOICE)
+    if ours is not None and config._experts_implementation_internal == SEAM:
+        return ours
+    theirs: str | None = config._experts_implementation
+    return theirs or "eager"
 
 
 def current(model: PreTrainedModel) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ... import forward
 from ...core.interface import Call, ExpertsInterface, Explanation
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key
@@ -55,7 +56,7 @@ class ModelExplanation:
 
     def __str__(self) -> str:
         if not self.parts:
-            return f"{self.model} has no experts"
+            return f"{self.model} has no experts that moetor runs"
         lines = [self.model]
         for part in self.parts:
             lines.append(f"{part.key or '(model)'}: {part.layers} layers, {part.about}")
@@ -82,7 +83,7 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
             call = Call(
                 tokens, top_k, weights.hidden_size, weights.dtype, weights.device, needs_grad=torch.is_grad_enabled()
             )
-            by_tokens[tokens] = ExpertsInterface.explain(weights, call, backend_of(modules[0]))
+            by_tokens[tokens] = ExpertsInterface.explain(weights, call, forward.OVERRIDE or backend_of(modules[0]))
         parts.append(PartExplanation(key, len(modules), about, by_tokens))
     return ModelExplanation(type(model).__name__, tuple(parts))
 

@@ -42,14 +42,22 @@ def read_gate(module: nn.Module, *, gated: bool, interleaved: bool) -> Activatio
             return None  # it wants the model's own sizes or device
         for candidate in _candidates(module, act_fn, limit, gated):
             found = candidate.apply(gate, up if gated else None)
-            if found.shape == expected.shape and (found - expected).abs().max() <= _TOLERANCE * expected.abs().max():
+            if found.shape != expected.shape:
+                continue
+            allowed = _TOLERANCE * (expected.abs() + (1 + up.abs() if gated else 1))
+            if ((found - expected).abs() <= allowed).all():
                 return candidate
     return None
 
 
 def _grid(limit: float | None) -> tuple[Tensor, Tensor]:
-    """Pairs of gate and up that tell gates apart: around zero, both tails, both sides of the limit."""
+    """Pairs of gate and up that tell gates apart: around zero, far tails, both sides of the limit.
+
+    The tails find a clamp that no attribute of a known name tells.
+    """
     values = torch.linspace(-6, 6, 25, dtype=torch.float64)
+    tails = torch.tensor([10.0, 1e2, 1e3, 1e4], dtype=torch.float64)
+    values = torch.cat([values, tails, -tails])
     if limit is not None:
         values = torch.cat([values, limit * torch.tensor([-2.0, -1.1, -0.9, 0.9, 1.1, 2.0], dtype=torch.float64)])
     return values.repeat_interleave(len(values))[None], values.repeat(len(values))[None]
@@ -77,6 +85,8 @@ def _candidates(module: nn.Module, act_fn: object, limit: float | None, gated: b
 def _number(module: object, *names: str) -> float | None:
     for name in names:
         value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+            return float(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
     return None

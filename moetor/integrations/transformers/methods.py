@@ -90,7 +90,9 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
     """Run the experts of a transformers model, whoever loaded it, through moetor.
 
     Args:
-        model: changed in place: its class gains the methods of `ExpertsMethods`.
+        model: changed in place: its class, and that of every model inside, gains the methods of
+            `ExpertsMethods`. Attach the outermost one: of a model around it, transformers' own
+            methods stay, which moetor's experts do not follow.
         experts_implementation: see `ExpertsMethods.set_experts_implementation`; what it does not
             name runs by "auto".
 

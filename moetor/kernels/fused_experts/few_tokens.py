@@ -47,7 +47,7 @@ def few_tokens(
     )  # fmt: skip
     plan = _PLANS.get(key)
     bias, second_bias = (up_bias[0], up_bias[-1]) if up_bias else (None, None)
-    if plan is not None and plan.first is not None:
+    if plan is not None:
         inner = torch.empty(plan.inner, dtype=x.dtype, device=x.device)
         first_args = (x, ids, up[0], up[-1], bias, second_bias, inner, *plan.first_numbers)
         launch(plan.first, plan.first_grid, first_args, device)
@@ -56,7 +56,7 @@ def few_tokens(
         return
     if len(_PLANS) >= _MOST_PLANS:
         _PLANS.clear()
-    plan = _PLANS[key] = _plan(x, ids, up, up_bias, down, down_bias, interleaved, gate)
+    plan = _plan(x, ids, up, up_bias, down, down_bias, interleaved, gate)
     inner = torch.empty(plan.inner, dtype=x.dtype, device=x.device)
     first, second = _vectors(x.shape[0], up[0], down)
     plan.first = up_vector[plan.first_grid](
@@ -65,6 +65,8 @@ def few_tokens(
     plan.second = down_vector[plan.second_grid](
         inner, ids, down, down_bias, routing, out, *plan.second_numbers, num_warps=second.warps
     )
+    if plan.first is not None:  # Triton's interpreter compiles nothing
+        _PLANS[key] = plan  # only now: another thread may look
 
 
 def _vectors(num_tokens: int, up: Tensor, down: Tensor) -> tuple[table.Vector, table.Vector]:

@@ -27,9 +27,9 @@ def apply_gate(
     GATE_CAP: tl.constexpr,
     UP_CAP: tl.constexpr,
 ):
-    """f(gate) · (up + UP_OFFSET), or f(gate) when not GATED; fp32 blocks."""
+    """f(gate) · (up + UP_OFFSET), or f(gate) when not GATED; fp32 blocks. NaN stays NaN, as in torch."""
     if LIMIT is not None and not LIMIT_AFTER:
-        gate = tl.minimum(gate, LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "silu":
         linear = gate
         if GATE_CAP is not None:
@@ -40,9 +40,9 @@ def apply_gate(
     elif KIND == "gelu_tanh":
         out = 0.5 * gate * (1 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
     elif KIND == "relu":
-        out = tl.maximum(gate, 0.0)
+        out = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == "relu2":
-        positive = tl.maximum(gate, 0.0)
+        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         out = positive * positive
     elif KIND == "sigmoid":
         out = 1 / (1 + tl.exp(-gate))
@@ -50,10 +50,11 @@ def apply_gate(
         tl.static_assert(KIND == "identity")
         out = gate
     if LIMIT is not None and LIMIT_AFTER:
-        out = tl.minimum(out, LIMIT)
+        out = tl.minimum(out, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if GATED:
         if LIMIT is not None:
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         if UP_CAP is not None:
             up = UP_CAP * _tanh(up / UP_CAP)
         out = out * (up + UP_OFFSET)

@@ -30,7 +30,8 @@ def many_tokens(
     rows = torch.empty(S, H, dtype=result_dtype(x.dtype), device=x.device)
     # one size for most models, so that they share compiled kernels
     experts = max(128, triton.next_power_of_2(E))
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "tf32" if tf32 else "ieee"
 
     # Where gate and up columns lie side by side, one wide accumulator reads both as they are stored.
     N, strides, bias_strides = I, up.strides, up.bias_strides

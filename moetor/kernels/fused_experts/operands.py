@@ -11,7 +11,7 @@ class Matrices:
 
     Attributes:
         first, second: tensors that hold gate and up; the same one unless they are stored apart.
-        N, K: columns of one of them, and depth.
+        N: columns of one of them.
         strides: from expert to expert, column to column, along the depth.
         offset: elements from a gate column to its up column, in `second`.
         bias_*: the same for the biases.
@@ -20,7 +20,6 @@ class Matrices:
     first: Tensor
     second: Tensor
     N: int
-    K: int
     strides: tuple[int, int, int]
     offset: int
     bias_first: Tensor | None
@@ -31,7 +30,7 @@ class Matrices:
 
 def matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleaved: bool) -> Matrices:
     whole, second = stored[0], stored[-1]
-    _, N, K = whole.shape
+    N = whole.shape[1]
     outer, row, column = whole.stride()
     bias = biases[0] if biases else None
     bias_outer, bias_row = bias.stride() if bias is not None else (0, 0)
@@ -43,6 +42,4 @@ def matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleave
         else:
             offset, bias_offset = N * row, N * bias_row
     strides, bias_strides = (outer, row, column), (bias_outer, bias_row)
-    return Matrices(
-        whole, second, N, K, strides, offset, bias, biases[-1] if biases else None, bias_strides, bias_offset
-    )
+    return Matrices(whole, second, N, strides, offset, bias, biases[-1] if biases else None, bias_strides, bias_offset)

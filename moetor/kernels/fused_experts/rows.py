@@ -1,4 +1,4 @@
-"""Which rows a program of the tile kernels works on: found in sorted pairs, or by looking at all ids."""
+"""Which rows and columns a program of the tile kernels works on."""
 
 import triton
 import triton.language as tl

@@ -18,14 +18,18 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 def can_run(a: Tensor, b_ENK: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped product takes these operands without copying the weights."""
+    return a.dtype == dtype == torch.bfloat16 and a.shape[0] > 0 and takes_weights(b_ENK)
+
+
+def takes_weights(w_ENK: Tensor) -> bool:
+    """Whether it takes these matrices, whatever rows they meet."""
     return (
-        a.dtype == b_ENK.dtype == dtype == torch.bfloat16
-        and a.is_cuda
-        and a.shape[0] > 0
-        and _device_has_it(a.device)
-        and a.shape[1] % 8 == 0
-        and b_ENK.shape[1] % 8 == 0
-        and _aligned(b_ENK)
+        w_ENK.dtype == torch.bfloat16
+        and w_ENK.is_cuda
+        and _device_has_it(w_ENK.device)
+        and w_ENK.shape[1] % 8 == 0
+        and w_ENK.shape[2] % 8 == 0
+        and _aligned(w_ENK)
     )
 
 

@@ -118,6 +118,28 @@ def test_a_gate_that_nobody_knows_runs_as_the_model_wrote_it():
         assert max(errors(module, backend).values()) <= 1e-5
 
 
+def test_a_clamp_under_a_name_that_nobody_knows_is_not_dropped():
+    (cls,) = [cls for cls in CLASSES if cls.__name__ == "Qwen3MoeExperts"]
+
+    def clipped(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=10.0) * up
+
+    module = build(cls)
+    module.__class__ = type("ClippedExperts", (cls,), {"_apply_gate": clipped})
+    assert facts_of(module).activation is None
+
+
+def test_a_limit_held_in_a_tensor_is_read():
+    (cls,) = [cls for cls in CLASSES if cls.__name__ == "GptOssExperts"]
+    module = build(cls)
+    limit = module.limit
+    module.limit = torch.tensor(limit)
+    activation = facts_of(module).activation
+    assert activation is not None
+    assert activation.limit == pytest.approx(limit)
+
+
 def without(name: str, value: object = None) -> Callable[[Facts], Facts | None]:
     """The facts with one number of the gate left out; None where the gate does not have it."""
 
