@@ -7,7 +7,7 @@ from ..core.interface import Backend, Call
 from ..core.routing import group_by_expert
 from ..core.weights import ExpertWeights, Weight
 from ..kernels.grouped_matmul import grouped_matmul
-from ..kernels.grouped_matmul.native import takes_weights
+from ..kernels.grouped_matmul.native import device_has_it, takes_layout
 from .stacked import stacked_forward
 from .stacked import why_not as stacked_why_not
 
@@ -17,11 +17,15 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
         return reason
     if call.device.type not in ("cpu", "cuda", "meta"):
         return f"needs CPU or CUDA tensors, got {call.device.type}"
-    if call.capturing and not (
-        call.dtype == torch.bfloat16 and all(takes_weights(weight.stack_ENK()) for weight in weights.all)
-    ):
+    if call.capturing and not _native(weights, call):
         return "loops on the host for these weights, which a CUDA graph cannot capture; aligned bfloat16 ones it can"
     return None
+
+
+def _native(weights: ExpertWeights, call: Call) -> bool:
+    on_device = weights.device.type != "cuda" or device_has_it(weights.device)  # meta stands for any device
+    layouts = all(takes_layout(weight.stack_ENK()) for weight in weights.all)
+    return on_device and layouts and call.dtype == torch.bfloat16
 
 
 def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -18,19 +18,18 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 def can_run(a: Tensor, b_ENK: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped product takes these operands without copying the weights."""
-    return a.dtype == dtype == torch.bfloat16 and a.shape[0] > 0 and takes_weights(b_ENK)
-
-
-def takes_weights(w_ENK: Tensor) -> bool:
-    """Whether it takes these matrices, whatever rows they meet."""
     return (
-        w_ENK.dtype == torch.bfloat16
-        and w_ENK.is_cuda
-        and _device_has_it(w_ENK.device)
-        and w_ENK.shape[1] % 8 == 0
-        and w_ENK.shape[2] % 8 == 0
-        and _aligned(w_ENK)
+        a.dtype == dtype == torch.bfloat16
+        and a.is_cuda
+        and a.shape[0] > 0
+        and device_has_it(a.device)
+        and takes_layout(b_ENK)
     )
+
+
+def takes_layout(w_ENK: Tensor) -> bool:
+    """Whether it takes matrices of this dtype, sizes, strides and start, whatever rows they meet."""
+    return w_ENK.dtype == torch.bfloat16 and w_ENK.shape[1] % 8 == 0 and w_ENK.shape[2] % 8 == 0 and _aligned(w_ENK)
 
 
 def can_run_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
@@ -39,7 +38,7 @@ def can_run_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
         grad_SN.dtype == x_SK.dtype == dtype == torch.bfloat16
         and grad_SN.is_cuda
         and grad_SN.shape[0] > 0
-        and _device_has_it(grad_SN.device)
+        and device_has_it(grad_SN.device)
         and grad_SN.shape[1] % 8 == 0
         and x_SK.shape[1] % 8 == 0
     )
@@ -64,7 +63,8 @@ def _has_it(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _device_has_it(device: torch.device) -> bool:
+def device_has_it(device: torch.device) -> bool:
+    """Whether a CUDA device has it: NVIDIA, SM80 or newer."""
     return _has_it(torch.cuda.current_device() if device.index is None else device.index)
 
 
