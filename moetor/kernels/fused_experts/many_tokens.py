@@ -74,6 +74,8 @@ def many_tokens(
 def _takes_tma(tensor: Tensor, strides: tuple[int, int, int]) -> bool:
     """Whether the copy engine of SM90 and newer can read it: one stride of 1, all else on 16 bytes."""
     size = tensor.element_size()
+    if 1 not in strides[1:]:
+        return False
     on_16_bytes = all(stride == 1 or stride * size % 16 == 0 for stride in strides)
     return tensor.is_cuda and _has_tma(tensor.device.index) and on_16_bytes and tensor.data_ptr() % 16 == 0
 
