@@ -24,9 +24,11 @@ A byte-level Qwen3-MoE of {parameters:.2f} M parameters: {layers} layers, {exper
 visits {top_k}. It was trained from nothing to show and test the experts backends of moetor, and writes what looks like
 Python documentation. It knows nothing: what it says is not true.
 
-- **Data**: the docstrings of the standard library of Python {python} and the help topics of `pydoc`, {train_mb:.2f} MB
-  after removing repeated paragraphs. That text is under the PSF License Agreement, (c) Python Software Foundation.
-- **Loss**: {heldout:.4f} nats per byte on {heldout_kb:.0f} kB of the same kind that were held out (blocks at places
+- **Data**: docstrings and comments of the standard library of Python {python} and of its tests, and the help topics of
+  `pydoc`, {train_mb:.2f} MB after removing repeated paragraphs. That text is under the PSF License Agreement,
+  (c) Python Software Foundation.
+- **Loss**: {heldout:.4f} nats per byte on {heldout_kb:.0f} kB of docstrings and topics that were held out (blocks at
+  places
   drawn with a fixed seed; no paragraph of 40 bytes or more is in both parts), each byte predicted from at most
   {seq_length} before it; {train:.4f} on the training text (mean of the last 100 steps).
 - **Training**: {steps} steps of {batch_size} x {seq_length} bytes in {minutes:.0f} minutes, float32, {device},

@@ -119,7 +119,7 @@ def heldout_loss(model: Any, heldout: bytes, seq_length: int = 256) -> float:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the model, its card and its losses.")] = Path("tiny-model"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 18000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 13500,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 8,
     seq_length: Annotated[int, typer.Option(min=2, max=512, help="Bytes in a sequence.")] = 256,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
