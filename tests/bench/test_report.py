@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from moetor.bench.measure import Timing
 from moetor.bench.page import one_line, page
@@ -15,7 +16,7 @@ from moetor.bench.roofs import Roofs
 from moetor.bench.shapes import SHAPES
 from moetor.core.errors import InvalidInput
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "layer_forward.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -81,7 +82,11 @@ def test_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
 
 @pytest.fixture
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layer_forward", SCRIPT)
+    return load("layer_forward")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -119,3 +124,17 @@ def test_script_refuses_in_words(script: ModuleType, arguments: tuple[str, str],
     done = invoke(script, *arguments, "--out", str(tmp_path / "out"))
     assert done.exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_script_for_the_cpu_gives_ratios(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    sizes = ["--shapes", "4,2,32,16", "--tokens", "3", "--dtype", "fp32", "--cell-seconds", "0.02"]
+    options = ["--threads", str(threads), "--out", str(tmp_path)]
+    done = invoke(load("layer_forward_cpu"), *sizes, *options)
+    assert done.exit_code == 0, done.output
+    rows = {row.candidate: row.call for row in Report.load(tmp_path / "results.json").cells[0].rows}
+    fastest = min(rows[f"transformers:{name}"].median_us for name in ("eager", "grouped_mm"))
+    for name in ("eager", "grouped_mm"):
+        (line,) = [line for line in done.output.splitlines() if f" | {name} | " in line]
+        ratios = [f"{peer / rows[name].median_us:.3f}" for peer in (rows[f"transformers:{name}"].median_us, fastest)]
+        assert line.endswith(" | ".join(ratios))
