@@ -19,6 +19,7 @@ from .core.weights import ExpertWeights, Weight
 from .forward import experts_forward
 
 if TYPE_CHECKING:
+    from . import nn
     from .integrations.transformers import (
         AutoModel,
         AutoModelForCausalLM,
@@ -52,6 +53,7 @@ __all__ = [
     "attach",
     "debug",
     "experts_forward",
+    "nn",
 ]
 
 _NEED_TRANSFORMERS = {name for name in __all__ if name.startswith("AutoModel")} | {"attach"}
@@ -63,6 +65,6 @@ def __getattr__(name: str) -> Any:
         from .integrations import transformers
 
         return getattr(transformers, name)
-    if name == "testing":
-        return importlib.import_module("moetor.testing")
+    if name in ("nn", "testing"):
+        return importlib.import_module(f"moetor.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
