@@ -15,6 +15,7 @@ from .core.errors import (
 )
 from .core.formats import Format
 from .core.interface import Backend, Call, ExpertsInterface
+from .core.stacking import stack_experts
 from .core.weights import ExpertWeights, Weight
 from .forward import experts_forward
 
@@ -54,6 +55,7 @@ __all__ = [
     "debug",
     "experts_forward",
     "nn",
+    "stack_experts",
 ]
 
 _NEED_TRANSFORMERS = {name for name in __all__ if name.startswith("AutoModel")} | {"attach"}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.interface import Backend, Call
 from ..core.weights import ExpertWeights
+from .stacked import NEEDS_A_STACK
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_EXPERTS = 1024
@@ -47,7 +48,7 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
     if weights.quantized:
         return f"needs dense weights, got {weights.format}"
     if not weights.stacked:
-        return "needs the experts' weights in one tensor, got a list; stack them"
+        return NEEDS_A_STACK
     if call.needs_grad:
         return "has no backward pass; run inside torch.no_grad() or choose grouped_mm"
     if call.dtype not in _DTYPES:

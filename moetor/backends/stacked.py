@@ -9,6 +9,8 @@ from ..core.routing import ExpertOrder, clear_rows_of_no_expert, combine, expert
 from ..core.weights import ExpertWeights, Weight, apply_gate
 from ..kernels.matmul import result_dtype
 
+NEEDS_A_STACK = "needs the experts' weights in one tensor, got a list; moetor.stack_experts(model) puts them into one"
+
 # (x (S, K), weight, dtype of the result) -> (S, N)
 Product = Callable[[Tensor, Weight, torch.dtype], Tensor]
 
@@ -18,7 +20,7 @@ def why_not(weights: ExpertWeights) -> str | None:
     if weights.quantized:
         return f"needs dense weights, got {weights.format}"
     if not weights.stacked:
-        return "needs the experts' weights in one tensor, got a list; stack them"
+        return NEEDS_A_STACK
     return None
 
 

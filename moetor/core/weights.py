@@ -13,6 +13,7 @@ from torch import Tensor
 from .activation import SILU, Activation
 from .errors import InvalidInput
 from .formats import FORMATS
+from .stacking import joined
 
 _DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,7 +24,7 @@ class Weight:
 
     Attributes:
         data: (E, N, K), read through its strides; (E, K, N) if `transposed`; or a list of E
-            matrices, (N, K) or (K, N) each, for models that keep one module an expert.
+            matrices, (N, K) or (K, N) each, for models that keep one module an expert; see `Weight.of`.
         bias: (E, N), or a list of E (N,), or None.
         scale: of quantised formats.
         format: how `data` is stored, a key of `formats.FORMATS`.
@@ -63,6 +64,23 @@ class Weight:
         got = [tuple(b.shape) for b in self.bias] if isinstance(self.bias, list) else tuple(self.bias.shape)
         if got != ([(N,)] * E if isinstance(self.bias, list) else (E, N)):
             raise InvalidInput(f"expert biases must have shape (E, out) = ({E}, {N}), or be a list of it, got {got}")
+
+    @classmethod
+    def of(cls, matrices: list[Tensor], biases: list[Tensor] | None = None, *, transposed: bool = False) -> "Weight":
+        """E matrices (N, K), or (K, N) if `transposed`, and E biases (N,), each a tensor of its own.
+
+        Where they are views of one stack (`moetor.stack_experts`), it is read as one, without a
+        copy, and every backend runs it; else it is a list, which `eager` runs.
+
+        >>> import torch
+        >>> Weight.of([torch.zeros(6, 4) for _ in range(3)]).stacked
+        False
+        >>> Weight.of(list(torch.zeros(3, 6, 4))).stacked
+        True
+        """
+        stack = joined(matrices) if matrices else None
+        bias = joined(biases) if biases else None
+        return cls(matrices if stack is None else stack, biases if bias is None else bias, transposed=transposed)
 
     @property
     def num_experts(self) -> int:

@@ -86,7 +86,7 @@ def test_auto_goes_on_to_the_next(inputs: Inputs, call: Call) -> None:
     assert ExpertsInterface.select(listed.weights, call, "auto").name == "eager"
     explanation = ExpertsInterface.explain(listed.weights, call)
     assert explanation.chosen == "eager"
-    assert "stack them" in str(explanation)
+    assert "moetor.stack_experts(model)" in str(explanation)
 
 
 def test_auto_chooses_by_bytes_on_a_gpu(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_backends_say_what_they_lack(inputs: Inputs, call: Call) -> None:
 def test_list_refusal_names_what_to_do(call: Call) -> None:
     listed = make_inputs(Case(layout="list"))
     for name in ("grouped_mm", "batched_mm"):
-        assert "stack them" in (ExpertsInterface[name].why_not(listed.weights, call) or "")
+        assert "moetor.stack_experts(model)" in (ExpertsInterface[name].why_not(listed.weights, call) or "")
 
 
 def test_backend_is_data(call: Call) -> None:
