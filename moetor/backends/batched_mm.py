@@ -34,9 +34,10 @@ def gathered_bytes(weights: ExpertWeights, call: Call) -> int:
 
 def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     order = keep_pair_order(top_k_index, weights.num_experts)
+    expert_S, no_expert_S = order.expert_S, order.no_expert_S()
 
     def product(x_SK: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
-        return gathered_matmul(x_SK, weight.stack_ENK(), order.expert_S, dtype, GATHER_BYTES)
+        return gathered_matmul(x_SK, weight.stack_ENK(), expert_S, no_expert_S, dtype, GATHER_BYTES)
 
     return stacked_forward(product, weights, hidden_states, top_k_weights, order)
 

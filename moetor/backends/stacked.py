@@ -28,25 +28,33 @@ def stacked_forward(
     product: Product, weights: ExpertWeights, hidden_states: Tensor, top_k_weights: Tensor, order: ExpertOrder
 ) -> Tensor:
     """Gather, first product, gate, second product, combine; (T, H)."""
-    x_SH = gather_tokens(hidden_states, order)
-    dtype, rows_dtype = x_SH.dtype, result_dtype(x_SH.dtype)
-    # A model's own functions may have parameters, which must not see rows that nobody wrote.
-    foreign_gate = weights.activation.fn is not None
-
-    products = tuple(_add_bias(product(x_SH, up, dtype), up, order, dtype) for up in weights.ups)
-    if foreign_gate:
-        products = tuple(clear_rows_of_no_expert(rows, order) for rows in products)
-    inner = apply_gate(weights, products).to(dtype)
-    if foreign_gate:
-        inner = clear_rows_of_no_expert(inner, order)
-    # The bias of the second product is added in fp32, so that a contribution is rounded once.
-    with_bias = torch.promote_types(rows_dtype, torch.float32)
-    rows_SH = _add_bias(product(inner, weights.down, rows_dtype), weights.down, order, with_bias)
+    dtype = hidden_states.dtype
+    rows_dtype = result_dtype(dtype)
+    # each step's input is let go of when its result is there: fresh memory costs time on a CPU
+    inner_SI = _first_half(product, weights, gather_tokens(hidden_states, order), order)
+    rows_SH = product(inner_SI, weights.down, rows_dtype)
+    del inner_SI
+    if (bias_EH := weights.down.bias_EN()) is not None:
+        # in fp32, so that a contribution is rounded once
+        rows_SH = _add_bias(rows_SH, bias_EH, order, torch.promote_types(rows_dtype, torch.float32))
     if weights.after_down is not None:
         rows_SH = weights.after_down(clear_rows_of_no_expert(rows_SH, order).to(rows_dtype))
     return combine(rows_SH, top_k_weights, order, dtype)
 
 
-def _add_bias(rows_SN: Tensor, weight: Weight, order: ExpertOrder, dtype: torch.dtype) -> Tensor:
-    bias_EN = weight.bias_EN()
-    return rows_SN if bias_EN is None else rows_SN.to(dtype) + expert_bias(bias_EN, order).to(dtype)
+def _first_half(product: Product, weights: ExpertWeights, x_SH: Tensor, order: ExpertOrder) -> Tensor:
+    """First product and gate, (S, I)."""
+    dtype = x_SH.dtype
+    products = []
+    for up in weights.ups:
+        rows, bias_EN = product(x_SH, up, dtype), up.bias_EN()
+        products.append(rows if bias_EN is None else _add_bias(rows, bias_EN, order, dtype))
+    if weights.activation.fn is None:
+        return apply_gate(weights, tuple(products)).to(dtype)
+    # A model's own function may have parameters, which must not see rows that nobody wrote.
+    products = [clear_rows_of_no_expert(rows, order) for rows in products]
+    return clear_rows_of_no_expert(apply_gate(weights, tuple(products)).to(dtype), order)
+
+
+def _add_bias(rows_SN: Tensor, bias_EN: Tensor, order: ExpertOrder, dtype: torch.dtype) -> Tensor:
+    return rows_SN.to(dtype) + expert_bias(bias_EN, order).to(dtype)

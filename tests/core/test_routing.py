@@ -16,7 +16,10 @@ def test_every_pair_has_one_row_and_its_own_expert(order_of) -> None:
     pair_S = torch.arange(8) if order.pair_S is None else order.pair_S
     assert sorted(pair_S.tolist()) == list(range(8))
     flat = IDS.flatten()[pair_S]
-    assert order.expert_S.tolist() == [int(i) if 0 <= i < 4 else 4 for i in flat]
+    no_expert_S = order.no_expert_S().tolist()
+    assert no_expert_S == [not 0 <= i < 4 for i in flat.tolist()]
+    for expert, wanted, none in zip(order.expert_S.tolist(), flat.tolist(), no_expert_S, strict=True):
+        assert none or expert == wanted
     if order.row_S is not None:
         assert order.row_S[pair_S].tolist() == list(range(8))
 
@@ -70,7 +73,28 @@ def test_gradcheck_in_float64() -> None:
     assert torch.autograd.gradcheck(layer, (x, weights, bias))
 
 
-def test_sum_over_slots_is_fp32_and_rounded_once() -> None:
+@pytest.mark.parametrize("routing_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order_of", [group_by_expert, keep_pair_order])
+def test_sum_over_slots_is_fp32_and_rounded_once(order_of, routing_dtype: torch.dtype) -> None:
     rows = torch.tensor([[256.0], [1.0], [-256.0]], dtype=torch.bfloat16)  # 257 is no bfloat16
-    order = keep_pair_order(torch.tensor([[0, 0, 0]]), 1)
-    assert combine(rows, torch.ones(1, 3), order, torch.bfloat16).item() == 1.0
+    order = order_of(torch.tensor([[0, 0, 0]]), 1)
+    assert combine(rows, torch.ones(1, 3, dtype=routing_dtype), order, torch.bfloat16).item() == 1.0
+
+    rows, weights = torch.randn(40 * 17, 33).bfloat16(), torch.rand(40, 17).to(routing_dtype)
+    order = order_of(torch.zeros(40, 17, dtype=torch.int64), 1)
+    terms = rows.view(40, 17, 33) * weights[..., None]
+    exact = terms.double().sum(1)
+    result = combine(rows, weights, order, torch.bfloat16)
+    # half a unit in the last of 8 places, and what fp32 does to 17 terms
+    assert ((result.double() - exact).abs() <= exact.abs() * 2**-8 + terms.double().abs().sum(1) * 2**-20).all()
+
+
+@pytest.mark.parametrize("order_of", [group_by_expert, keep_pair_order])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_no_other_id_is_taken_for_an_expert(order_of, dtype: torch.dtype) -> None:
+    bounds = torch.iinfo(dtype)
+    order = order_of(torch.tensor([[bounds.min, bounds.min + 1, -2, -1, 0, 1, 2, 3, bounds.max]], dtype=dtype), 2)
+    assert order.no_expert_TK.tolist() == [[True, True, True, True, False, False, True, True, True]]
+    if order.ends_E is not None:
+        assert order.ends_E.tolist() == [1, 2]
+        assert order.pair_S[:2].tolist() == [4, 5]

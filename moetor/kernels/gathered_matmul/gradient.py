@@ -28,7 +28,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, expert: Tensor, num_experts: int, 
     if grad.is_cuda and not native.can_run_gradient(grad, x, dtype):
         return masked_weight_gradient(grad, x, expert, num_experts, dtype)
     sorted_S, row_S = torch.sort(expert, stable=True)
-    ends = ends_of_experts(sorted_S, num_experts)
+    ends = ends_of_experts(sorted_S, torch.arange(num_experts, device=expert.device, dtype=expert.dtype))
     out: Tensor = torch.ops.moetor.grouped_matmul_weight_gradient(
         grad.index_select(0, row_S), x.index_select(0, row_S), ends, dtype
     )
