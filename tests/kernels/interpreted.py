@@ -36,8 +36,8 @@ def main() -> None:
     table.FEW_TOKENS = 4
     few = [replace(case, tokens=3) for case in grid() if case.tokens == 19 and case.hidden == 64]
     check("matrix-vector", few[::2])
-    group.ONE_LAUNCH, group.CHUNK, group.WALK = 16, 16, 2
-    check("grouping in three launches", [replace(grid()[0], tokens=50), replace(grid()[0], tokens=33, top_k=5)])
+    group.ONE_LAUNCH, group.CHUNK, group.STEP = 16, 16, 8
+    check("grouping in four launches", [replace(grid()[0], tokens=50), replace(grid()[0], tokens=33, top_k=5)])
     if failed:
         sys.exit("\n".join(failed))
 

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from . import table
 from .launcher import launch
 from .operands import matrices
+from .sizes import cdiv
 from .vectors import down_vector, up_vector
 
 
@@ -83,10 +83,10 @@ def _plan(
     down_bias_strides = (0, 0) if down_bias is None else down_bias.stride()
     return _Plan(
         inner=(T * K, I),
-        first_grid=(triton.cdiv(I, first.BN), T * K, 1),
+        first_grid=(cdiv(I, first.BN), T * K, 1),
         first_numbers=(E, H, I, K, *x.stride(), *operands.strides, operands.offset, *operands.bias_strides,
                        operands.bias_offset, first.BN, first.BK, first.stages, bool(up_bias), H % first.BK == 0, *gate),
-        second_grid=(triton.cdiv(H, second.BN), T, 1),
+        second_grid=(cdiv(H, second.BN), T, 1),
         second_numbers=(E, H, I, *down.stride(), *down_bias_strides, K, second.BN, second.BK, second.stages,
                         down_bias is not None, I % second.BK == 0),
     )  # fmt: skip

@@ -4,31 +4,38 @@ Within an expert, pairs keep their order. Ids outside [0, E) are left out. Up to
 each program looks at all of them for its expert; beyond, counts by chunks tell where to begin.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .launcher import Launcher
+from .rows import write_tiles
+from .sizes import cdiv, next_power_of_2
 
 ONE_LAUNCH = 8192
-CHUNK = 1024
-# Chunks that one program of the last launch walks.
-WALK = 8
+# Pairs that a program of the other way ranks, and those that it compares them with at a time.
+CHUNK = 512
+STEP = 32
 
 
 @triton.jit
-def _group(p_ids, p_pairs, p_ends, num_pairs, BLOCK: tl.constexpr):
+def _group(
+    p_ids, p_pairs, p_ends, p_tiles, num_pairs, num_experts, most_tiles,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
-    before = tl.zeros([], tl.int32)
-    own = tl.zeros([], tl.int32)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, num_pairs, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
-        before += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32))
-        own += tl.sum((ids == expert).to(tl.int32))
-    tl.store(p_ends + expert, before + own)
-    row = before
+        counts += _histogram(ids, num_experts, EXPERTS)
+    row = tl.sum(tl.where(experts < expert, counts, 0))
+    tl.store(p_ends + expert, tl.sum(tl.where(experts <= expert, counts, 0)))
+    write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM, EXPERTS)
     for start in range(0, num_pairs, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
@@ -39,87 +46,111 @@ def _group(p_ids, p_pairs, p_ends, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count(p_ids, p_counts, num_pairs, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+def _histogram(ids, num_experts, EXPERTS: tl.constexpr):
+    """(EXPERTS,) how many of the ids are each expert's; others are not counted."""
+    counted = (ids >= 0) & (ids < num_experts)
+    return tl.histogram(tl.where(counted, ids, 0).to(tl.int32), EXPERTS, mask=counted)
+
+
+@triton.jit
+def _count(p_ids, p_bases, num_pairs, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Counts of each expert in one chunk, (chunks, E)."""
     chunk = tl.program_id(0)
     offsets = chunk * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
-    counted = (ids >= 0) & (ids < num_experts)
-    counts = tl.histogram(tl.where(counted, ids, 0).to(tl.int32), EXPERTS, mask=counted)
+    counts = _histogram(ids, num_experts, EXPERTS)
     experts = tl.arange(0, EXPERTS)
-    tl.store(p_counts + chunk * num_experts + experts, counts, mask=experts < num_experts)
+    tl.store(p_bases + chunk.to(tl.int64) * num_experts + experts, counts, mask=experts < num_experts)
 
 
 @triton.jit
-def _accumulate(p_counts, p_totals, num_experts, num_chunks, CHUNKS: tl.constexpr):
-    """Counts of one expert become the number of its pairs in earlier chunks; its total beside."""
+def _total(p_counts, p_totals, num_experts, num_chunks, CHUNKS: tl.constexpr):
+    """Pairs of one expert."""
     expert = tl.program_id(0)
-    total = tl.zeros([], tl.int32)
+    total = tl.zeros([CHUNKS], tl.int32)
     for first in range(0, num_chunks, CHUNKS):
         chunks = first + tl.arange(0, CHUNKS)
         p_count = p_counts + chunks.to(tl.int64) * num_experts + expert
-        counts = tl.load(p_count, mask=chunks < num_chunks, other=0)
-        tl.store(p_count, total + tl.cumsum(counts, 0) - counts, mask=chunks < num_chunks)
-        total += tl.sum(counts)
-    tl.store(p_totals + expert, total)
+        total += tl.load(p_count, mask=chunks < num_chunks, other=0)
+    tl.store(p_totals + expert, tl.sum(total))
 
 
 @triton.jit
-def _scatter(
-    p_ids, p_counts, p_totals, p_pairs, p_ends, num_pairs, num_experts, num_chunks,
-    BLOCK: tl.constexpr, WALK: tl.constexpr, EXPERTS: tl.constexpr,
+def _place(
+    p_bases, p_totals, p_ends, p_tiles, num_experts, num_chunks, most_tiles,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    """Counts of one expert become the row of its first pair of each chunk; its end and tiles beside."""
     expert = tl.program_id(0)
-    first = tl.program_id(1) * WALK
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(p_totals + experts, mask=experts < num_experts, other=0)
-    start = tl.sum(tl.where(experts < expert, totals, 0))
-    if first == 0:
-        tl.store(p_ends + expert, start + tl.sum(tl.where(experts == expert, totals, 0)))
-    row = start + tl.load(p_counts + first.to(tl.int64) * num_experts + expert)
-    for chunk in range(first, tl.minimum(first + WALK, num_chunks)):
-        offsets = chunk * BLOCK + tl.arange(0, BLOCK)
-        ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
-        mine = (ids == expert).to(tl.int32)
-        rows = row + tl.cumsum(mine, 0) - mine
-        tl.store(p_pairs + rows, offsets, mask=mine > 0)
-        row += tl.sum(mine)
+    row = tl.sum(tl.where(experts < expert, totals, 0))
+    tl.store(p_ends + expert, tl.sum(tl.where(experts <= expert, totals, 0)))
+    write_tiles(p_tiles, totals, expert, num_experts, most_tiles, BM, EXPERTS)
+    for first in range(0, num_chunks, CHUNKS):
+        chunks = first + tl.arange(0, CHUNKS)
+        p_base = p_bases + chunks.to(tl.int64) * num_experts + expert
+        counts = tl.load(p_base, mask=chunks < num_chunks, other=0)
+        tl.store(p_base, row + tl.cumsum(counts, 0) - counts, mask=chunks < num_chunks)
+        row += tl.sum(counts)
 
 
-_group_launch, _count_launch = Launcher(_group), Launcher(_count)
-_accumulate_launch, _scatter_launch = Launcher(_accumulate), Launcher(_scatter)
+@triton.jit
+def _scatter(p_ids, p_bases, p_pairs, num_pairs, num_experts, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Each pair of one chunk to its row: after those of its expert in earlier chunks, and earlier in this one."""
+    chunk = tl.program_id(0)
+    offsets = tl.arange(0, BLOCK)
+    pairs = chunk * BLOCK + offsets
+    ids = tl.load(p_ids + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, BLOCK, STEP):
+        others = start + tl.arange(0, STEP)
+        m_others = chunk * BLOCK + others < num_pairs
+        other_ids = tl.load(p_ids + chunk * BLOCK + others, mask=m_others, other=-1).to(tl.int32)
+        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < offsets[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    counted = (ids >= 0) & (ids < num_experts)
+    base = tl.load(p_bases + chunk.to(tl.int64) * num_experts + ids, mask=counted, other=0)
+    tl.store(p_pairs + base + rank, pairs, mask=counted)
 
 
-def group_pairs(ids_S: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs by expert.
+_group_launch, _count_launch, _total_launch = Launcher(_group), Launcher(_count), Launcher(_total)
+_place_launch, _scatter_launch = Launcher(_place), Launcher(_scatter)
+
+
+def group_pairs(ids_S: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Pairs by expert, and each expert's rows cut into tiles.
 
     Args:
         ids_S: (S,) integer, contiguous.
+        tile_rows: most rows of a tile; a tile's rows are one expert's.
 
     Returns:
         pairs_S: (S,) int32; the first ends_E[-1] are the pairs in expert order, the rest is not written.
         ends_E: (E,) int32, one past the last row of each expert.
+        tiles: (2N + 1,) int32: expert and first row of each tile; how many there are, at 2N.
+        N: the most tiles that any routing of S pairs has.
+
+    With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -], ends [1, 3],
+    tiles [0, 0, 1, 1, 1, 2, …, 3].
     """
-    S = ids_S.shape[0]
+    S, E, device = ids_S.shape[0], num_experts, ids_S.device.index
+    most_tiles = cdiv(S, tile_rows) + min(E, S)
     pairs_S = torch.empty(S, dtype=torch.int32, device=ids_S.device)
-    ends_E = torch.empty(num_experts, dtype=torch.int32, device=ids_S.device)
-    device = ids_S.device.index
+    ends_E = torch.empty(E, dtype=torch.int32, device=ids_S.device)
+    tiles = torch.empty(2 * most_tiles + 1, dtype=torch.int32, device=ids_S.device)
+    experts = max(32, next_power_of_2(E))
     if S <= ONE_LAUNCH:
-        block = min(1024, max(32, triton.next_power_of_2(S)))
-        _group_launch((num_experts, 1, 1), (ids_S, pairs_S, ends_E, S), (block,), 4, 3, device)
-        return pairs_S, ends_E
-    chunks = triton.cdiv(S, CHUNK)
-    counts = torch.empty(chunks, num_experts, dtype=torch.int32, device=ids_S.device)
+        block = min(4096, max(32, next_power_of_2(S)))
+        args: tuple[Any, ...] = (ids_S, pairs_S, ends_E, tiles, S, E, most_tiles)
+        _group_launch((E, 1, 1), args, (block, experts, tile_rows), 4 if block <= 1024 else 8, 3, device)
+        return pairs_S, ends_E, tiles, most_tiles
+    chunks = cdiv(S, CHUNK)
+    bases = torch.empty(chunks, E, dtype=torch.int32, device=ids_S.device)
     totals = torch.empty_like(ends_E)
-    experts = triton.next_power_of_2(num_experts)
-    _count_launch((chunks, 1, 1), (ids_S, counts, S, num_experts), (CHUNK, experts), 4, 3, device)
-    _accumulate_launch((num_experts, 1, 1), (counts, totals, num_experts, chunks), (128,), 4, 3, device)
-    _scatter_launch(
-        (num_experts, triton.cdiv(chunks, WALK), 1),
-        (ids_S, counts, totals, pairs_S, ends_E, S, num_experts, chunks),
-        (CHUNK, WALK, experts),
-        4,
-        3,
-        device,
-    )
-    return pairs_S, ends_E
+    _count_launch((chunks, 1, 1), (ids_S, bases, S, E), (CHUNK, experts), 4, 3, device)
+    _total_launch((E, 1, 1), (bases, totals, E, chunks), (256,), 4, 3, device)
+    args = (bases, totals, ends_E, tiles, E, chunks, most_tiles)
+    _place_launch((E, 1, 1), args, (256, experts, tile_rows), 4, 3, device)
+    _scatter_launch((chunks, 1, 1), (ids_S, bases, pairs_S, S, E), (CHUNK, STEP), 4, 3, device)
+    return pairs_S, ends_E, tiles, most_tiles

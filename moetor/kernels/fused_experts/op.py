@@ -62,7 +62,8 @@ def _fused_experts(
         else:
             first = matrices(up, up_bias, gated, interleaved)
             second = matrices([down], [] if down_bias is None else [down_bias], False, False)
-            many_tokens(x, ids, routing, first, second, out, gate, wide=gated and interleaved)
+            order = "single" if not gated else "interleaved" if interleaved else "apart" if len(up) > 1 else "stacked"
+            many_tokens(x, ids, routing, first, second, out, gate, order)
     return out
 
 

@@ -5,26 +5,37 @@ import triton.language as tl
 
 
 @triton.jit
-def sorted_tile(p_ends, tile, num_experts, EXPERTS: tl.constexpr, BM: tl.constexpr):
-    """The expert of row tile `tile`, its first row and the end of the expert's rows; expert = E past the last."""
+def write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM: tl.constexpr, EXPERTS: tl.constexpr):
+    """One expert's part of the list of tiles: (expert, first row) of each, and the length at 2 · most_tiles.
+
+    Args:
+        counts: (EXPERTS,) rows of every expert.
+    """
     experts = tl.arange(0, EXPERTS)
-    held = experts < num_experts
-    ends = tl.load(p_ends + experts, mask=held, other=0)
-    starts = tl.load(p_ends + experts - 1, mask=held & (experts > 0), other=0)
-    tiles = tl.where(held, (ends - starts + BM - 1) // BM, 0)
-    upto = tl.cumsum(tiles, 0)
-    expert = tl.sum((held & (upto <= tile)).to(tl.int32))
-    own = experts == expert
-    first = tl.sum(tl.where(own, starts + (tile - (upto - tiles)) * BM, 0))
-    end = tl.sum(tl.where(own, ends, 0))
-    return expert, first, end
+    tiles = (counts + BM - 1) // BM
+    row = tl.sum(tl.where(experts < expert, counts, 0))
+    first = tl.sum(tl.where(experts < expert, tiles, 0))
+    own = tl.sum(tl.where(experts == expert, tiles, 0))
+    for start in range(0, own, 32):
+        tile = start + tl.arange(0, 32)
+        p_tile = p_tiles + 2 * (first + tile)
+        tl.store(p_tile, expert + tl.zeros_like(tile), mask=tile < own)
+        tl.store(p_tile + 1, row + tile * BM, mask=tile < own)
+    if expert == num_experts - 1:
+        tl.store(p_tiles + 2 * most_tiles, first + own)
 
 
 @triton.jit
-def tile_of_program(num_tiles, blocks, GROUP: tl.constexpr):
+def tile_of_program(program, num_tiles, blocks, GROUP: tl.constexpr):
     """(row tile, column block) in groups of GROUP row tiles, so that they share weights in the L2."""
-    program = tl.program_id(0)
     per_group = GROUP * blocks
     first = program // per_group * GROUP
     size = tl.minimum(num_tiles - first, GROUP)
     return first + program % per_group % size, program % per_group // size
+
+
+@triton.jit
+def rows_of_tile(p_tiles, p_ends, tile):
+    """The expert of a row tile, its first row, and the end of the expert's rows."""
+    expert = tl.load(p_tiles + 2 * tile)
+    return expert, tl.load(p_tiles + 2 * tile + 1), tl.load(p_ends + expert)

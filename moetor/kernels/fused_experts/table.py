@@ -4,6 +4,7 @@ Measured on an H200 (Triton 3.6) with the shapes of Qwen1.5-MoE-A2.7B, Qwen3-30B
 Mixtral-8x7B, each kernel by itself, weights cold in the L2; each entry is within 5 % of the best
 found for any of the shapes at the sizes that it serves, the matrix-vector ones within 9 %. Other
 GPUs get the same tiles with fewer stages, or a shallower step, where their shared memory is smaller.
+Where the copy engine cannot read the operands, the same tiles read them by plain loads.
 """
 
 import functools
@@ -17,9 +18,10 @@ class Tile:
     """One program of a tile kernel.
 
     Attributes:
-        BM, BN, BK: rows, columns and depth of a step.
+        BM, BN, BK: rows, columns and depth of a step; of the first product BN gate and BN up columns.
         group: row tiles that are neighbours in launch order, so that they share weights in the L2.
         warps, stages: as Triton takes them.
+        halve: an expert's last tile of at most BM / 2 rows is computed as half a tile.
         tma: read weights, and sorted rows, through the copy engine where the GPU has one.
     """
 
@@ -29,11 +31,17 @@ class Tile:
     group: int
     warps: int
     stages: int
+    halve: bool = False
     tma: bool = False
 
     def shared_bytes(self, matrices: int, element_size: int) -> int:
         """Shared memory of the pipelined operands, with this many weight blocks a step."""
         return (self.BM * self.BK + matrices * self.BN * self.BK) * element_size * self.stages
+
+    def result_bytes(self, dtype: torch.dtype) -> int:
+        """Shared memory through which a program of the second product stores a tile while it reads the next
+        one's operands; float16's rows are fp32."""
+        return self.BM * self.BN * (4 if dtype == torch.float16 else 1) if self.tma else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +57,21 @@ class Vector:
 # The most tokens that go through the matrix-vector kernels: at 8, tiles are as fast.
 FEW_TOKENS = 4
 
-# By rows of a tile. Up computes gate and up columns, BN of each.
+# By rows of a tile.
 _UP = {
     16: Tile(16, 64, 128, 1, 4, 5),
     32: Tile(32, 128, 128, 1, 8, 3),
-    64: Tile(64, 128, 64, 8, 4, 5),
-    128: Tile(128, 128, 64, 16, 8, 4, tma=True),
+    64: Tile(64, 128, 64, 8, 4, 4, tma=True),
+    128: Tile(128, 128, 64, 16, 8, 4, halve=True, tma=True),
 }
-# Where the products are bound by arithmetic, plain loads of the weights are ahead by 1 to 3 %.
-_UP_MANY = Tile(128, 128, 64, 8, 8, 4)
 _DOWN = {
     16: Tile(16, 128, 128, 1, 4, 3),
     32: Tile(32, 128, 64, 1, 4, 3),
-    64: Tile(64, 128, 64, 8, 4, 4),
-    # plain loads need 8 to 16 % more time: their addresses take the registers of the accumulator
-    128: Tile(128, 256, 64, 16, 8, 4, tma=True),
+    64: Tile(64, 256, 64, 8, 8, 4, tma=True),
+    128: Tile(128, 256, 64, 8, 8, 4, tma=True),
 }
 # No tensor cores with exact fp32: small tiles that stay in registers.
-_FP32 = Tile(32, 32, 32, 4, 4, 2)
-# Average rows of an expert from which _UP_MANY wins.
-_MANY_ROWS = 900
+_FP32 = Tile(32, 32, 32, 4, 4, 2, halve=True)
 
 # (one token, two to FEW_TOKENS)
 _UP_VECTOR = (Vector(4, 128, 1, 4), Vector(8, 256, 2, 3))
@@ -77,8 +80,8 @@ _COLUMN_VECTOR = Vector(64, 32, 4, 3)
 
 
 def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: int) -> tuple[Tile, Tile]:
-    """Tiles of the two products, by the average rows of an expert: routing that is skewed costs
-    more tiles of the same kind, not another kind.
+    """Tiles of the two products, of as many rows each, by the average rows of an expert: routing that
+    is skewed costs more tiles of the same kind, not another kind.
 
     Args:
         shared_limit: bytes of shared memory that a block may have.
@@ -86,9 +89,12 @@ def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: in
     if dtype == torch.float32:
         return _FP32, _FP32
     rows = num_pairs / num_experts
-    size = 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 80 else 128
-    up = _UP_MANY if rows >= _MANY_ROWS else _UP[size]
-    return fit(up, 2, dtype, shared_limit), fit(_DOWN[size], 1, dtype, shared_limit)
+    size = 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 48 else 128
+    down = _DOWN[size]
+    while down.result_bytes(dtype) > shared_limit // 3:
+        down = replace(down, BN=down.BN // 2)
+    down = fit(down, 1, dtype, shared_limit - down.result_bytes(dtype))
+    return fit(_UP[size], 2, dtype, shared_limit), down
 
 
 @functools.cache
