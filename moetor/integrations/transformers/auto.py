@@ -1,10 +1,13 @@
 """transformers' Auto classes, with `experts_implementation` understood by moetor."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from .checkpoint import explained, require_fit
 from .choice import Choice, plan, require_known
@@ -97,7 +100,7 @@ class _Auto:
         config = kwargs.get("config")
         hub = {name: kwargs[name] for name in _HUB_KEYWORDS if name in kwargs}
         if config is None:
-            config = transformers.AutoConfig.from_pretrained(name_or_path, **hub)
+            config = transformers.AutoConfig.from_pretrained(_base_model(name_or_path, hub), **hub)
         elif isinstance(config, str):
             config = transformers.AutoConfig.from_pretrained(config, **hub)
         remote = {name: hub[name] for name in ("trust_remote_code", "code_revision") if name in hub}
@@ -105,6 +108,15 @@ class _Auto:
             # a copy: building a model writes into the config, which may be the caller's
             skeleton = cls._transformers().from_config(copy.deepcopy(config), **remote)
         plan(skeleton, choice)
+
+
+def _base_model(name_or_path: Any, hub: dict[str, Any]) -> Any:
+    """The model that a PEFT adapter is for, if this is the folder or hub id of one; else itself."""
+    places = {name: value for name, value in hub.items() if name not in ("trust_remote_code", "code_revision")}
+    adapter = find_adapter_config_file(name_or_path, **places)
+    if adapter is None or (Path(name_or_path) / "config.json").exists():  # a whole model may hold one as well
+        return name_or_path
+    return json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
 class AutoModel(_Auto):
