@@ -11,6 +11,7 @@ from .auto import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
 )
+from .decode import without_decode_switch
 from .methods import attach
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "AutoModelForSeq2SeqLM",
     "attach",
     "experts_of",
+    "without_decode_switch",
 ]

@@ -7,7 +7,7 @@ config object do not share it.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,22 +76,25 @@ def set_backend(module: nn.Module, name: str) -> None:
 
 
 def backend_of(module: nn.Module) -> str:
-    """The name on one experts module; transformers' own choice if moetor does not run it."""
+    """The name on one experts module; transformers' own choice if moetor does not run it.
+
+    A model that nobody attached runs auto when transformers' choice is "moetor".
+    """
     config: Any = module.config
-    ours: str | None = module.__dict__.get(CHOICE)
-    if ours is not None and config._experts_implementation_internal == SEAM:
+    theirs: str = config._experts_implementation_internal or "eager"
+    if theirs == SEAM:
+        ours: str = module.__dict__.get(CHOICE, "auto")
         return ours
-    theirs: str | None = config._experts_implementation
-    return theirs or "eager"
+    return theirs
 
 
-def current(model: PreTrainedModel) -> dict[str, str]:
+def current(model: PreTrainedModel, name_of: Callable[[nn.Module], str] = backend_of) -> dict[str, str]:
     """The backend of every key, in the form that `plan` accepts.
 
     A key without experts of its own reads what all those below it run, if that is one name,
     else "eager".
     """
-    running = {key: backend_of(modules[0]) for key, modules in experts_by_key(model).items()}
+    running = {key: name_of(modules[0]) for key, modules in experts_by_key(model).items()}
     out = {}
     for key in config_keys(model.config):
         below = {name for own, name in running.items() if _under(own, key)}

@@ -8,12 +8,13 @@ from transformers import PreTrainedModel
 
 from ... import forward
 from ...core.interface import Call, ExpertsInterface, Explanation
+from . import decode
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key
+from .top_k import top_k_of
 
 # A token of decoding and a prompt.
 _TOKENS = (1, 512)
-_TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "top_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class PartExplanation:
         layers: number of experts modules.
         about: sizes, dtype, gate and device.
         by_tokens: an explanation for each number of tokens looked at.
+        decode: what runs instead while `generate` decodes; None: the same.
     """
 
     key: str
     layers: int
     about: str
     by_tokens: dict[int, Explanation]
+    decode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ModelExplanation:
                     "layers": part.layers,
                     "about": part.about,
                     "tokens": {str(tokens): why.as_dict() for tokens, why in part.by_tokens.items()},
+                    "decode": part.decode,
                 }
                 for part in self.parts
             ],
@@ -63,6 +67,8 @@ class ModelExplanation:
             for tokens, why in part.by_tokens.items():
                 lines += [f"  {tokens} token{'s' if tokens > 1 else ''}: {line}" for line in str(why).splitlines()[:1]]
                 lines += [f"  {line}" for line in str(why).splitlines()[1:]]
+            if part.decode:
+                lines.append(f"  while generate decodes: {part.decode}")
         return "\n".join(lines)
 
 
@@ -71,8 +77,8 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
     configs = config_keys(model.config)
     parts = []
     for key, modules in experts_by_key(model).items():
-        weights = experts_of(modules[0])
-        top_k = min(_top_k(configs[key]), weights.num_experts)
+        weights, name = experts_of(modules[0]), backend_of(modules[0])
+        top_k = min(top_k_of(configs[key]), weights.num_experts)
         gate = weights.activation.kind + (" with clamps or soft-caps" if not weights.activation.plain else "")
         about = (
             f"{weights.num_experts} experts, top {top_k}, {weights.hidden_size} to {weights.intermediate_size},"
@@ -83,15 +89,7 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
             call = Call(
                 tokens, top_k, weights.hidden_size, weights.dtype, weights.device, needs_grad=torch.is_grad_enabled()
             )
-            by_tokens[tokens] = ExpertsInterface.explain(weights, call, forward.OVERRIDE or backend_of(modules[0]))
-        parts.append(PartExplanation(key, len(modules), about, by_tokens))
+            by_tokens[tokens] = ExpertsInterface.explain(weights, call, forward.OVERRIDE or name)
+        decoding = decode.explanation(name, weights, top_k)
+        parts.append(PartExplanation(key, len(modules), about, by_tokens, decoding))
     return ModelExplanation(type(model).__name__, tuple(parts))
-
-
-def _top_k(config: Any) -> int:
-    """Experts per token, by the names that configs have for it; 1 if it has none of them."""
-    for name in _TOP_K_NAMES:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return 1

@@ -15,8 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...core.errors import InvalidInput
 from ...forward import experts_forward
+from . import decode
 from .adapters import experts_of
-from .choice import CHOICE, SEAM, Choice, current, plan, set_backend
+from .choice import CHOICE, SEAM, Choice, backend_of, current, plan, set_backend
 from .explain import ModelExplanation, explain_model
 
 
@@ -33,7 +34,9 @@ def run_experts(
     weights = routing_weights if top_k_weights is None else top_k_weights
     if index is None or weights is None:
         raise InvalidInput(f"{type(module).__name__} needs the chosen experts and their weights of each token")
-    return experts_forward(experts_of(module), hidden_states, index, weights, module.__dict__.get(CHOICE, "auto"))
+    experts = experts_of(module)
+    name = module.__dict__.get(CHOICE) or backend_of(module)
+    return experts_forward(experts, hidden_states, index, weights, decode.running(module, name, experts, index.numel()))
 
 
 class ExpertsMethods:
@@ -53,8 +56,11 @@ class ExpertsMethods:
             set_backend(module, name)
 
     def get_experts_implementation(self: Any) -> dict[str, str]:
-        """The backend of this model ("") and of each sub-config, in the form that `set` accepts."""
-        return current(self)
+        """The backend of this model ("") and of each sub-config, in the form that `set` accepts.
+
+        Inside a running `generate` (a streamer, a stopping criterion) that is what runs in its phase; see `decode`.
+        """
+        return current(self, decode.shown)
 
     def explain_experts(self: Any) -> ModelExplanation:
         """What runs where, and why every other backend does not."""
@@ -62,7 +68,7 @@ class ExpertsMethods:
 
     @contextmanager
     def _optimize_model_for_decode(self: Any) -> Iterator[None]:
-        # transformers would switch grouped_mm to batched_mm here, whatever the batch size.
+        # transformers would switch grouped_mm to batched_mm here, whatever the batch size; `decode` does it for us.
         yield
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
