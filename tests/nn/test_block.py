@@ -111,6 +111,8 @@ def test_compiles_to_one_graph():
     assert relative_error(found.detach(), block(x).detach()) <= 1e-6
 
 
+# torch 2.11 says so of its own buffers
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @torch.no_grad()
 def test_exported_block_takes_any_number_of_tokens():
     block = deepseek_v3()[0]
