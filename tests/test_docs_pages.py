@@ -87,7 +87,7 @@ def compile_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_snippets_of_transformers_run_with_the_import_changed(compiler, models, monkeypatch, capsys):
     codes = blocks("docs/coming_from_transformers.md")
-    assert len(codes) == 4
+    assert len(codes) == 5
     names = run(codes[:1])
     assert names["model"].get_experts_implementation() == {"": "eager"}
 
@@ -105,10 +105,14 @@ def test_snippets_of_transformers_run_with_the_import_changed(compiler, models, 
     torch._dynamo.reset()
     assert (compiled - expected).norm() <= 3e-2 * expected.norm()  # the page loads bfloat16
 
-    run(codes[3:], names)
+    run(codes[3:4], names)
     assert names["model"] is names["plain"]
     assert names["model"].get_experts_implementation() == {"": "grouped_mm"}
     assert "grouped_mm -> grouped_mm" in capsys.readouterr().out
+
+    before = names.pop("outputs")
+    run(codes[4:], names)
+    assert torch.equal(names["outputs"], before)
 
 
 def test_names_that_the_page_calls_unknown_are_unknown():
