@@ -164,7 +164,7 @@ def test_o5_plain_sum_with_frozen_parts_and_an_empty_expert(backend: str, frozen
 @on_each_device
 @with_each_backend
 @pytest.mark.parametrize("weight", [0.0, 0.3])
-@pytest.mark.parametrize("sentinel", [4, -1, 10**6, -7])
+@pytest.mark.parametrize("sentinel", [4, -1, 10**6, -7, 2**32 + 1])
 @pytest.mark.parametrize("bias", [False, True])
 def test_o7_sentinels_add_nothing_with_dirty_memory(
     backend: str, weight: float, sentinel: int, bias: bool, device: str
@@ -189,7 +189,7 @@ def test_o7_sentinels_add_nothing_with_dirty_memory(
 
 @on_each_device
 @with_each_backend
-@pytest.mark.parametrize("wrong", [10**6, -7])
+@pytest.mark.parametrize("wrong", [10**6, -7, 2**32 + 1])
 def test_o7_wrong_ids_are_one_error_when_checked(backend: str, wrong: int, device: str) -> None:
     inputs = inputs_for(backend, Case(tokens=4), device)
     ids = inputs.top_k_index.clone()

@@ -20,6 +20,21 @@ def grid() -> list[Case]:
     return [case for case in dict.fromkeys(cases) if case.tokens <= 19 and case.hidden <= 64]
 
 
+def grouping_of(pairs: int, experts: int, tile_rows: int) -> None:
+    """Rows and tiles as a stable sort has them; an id that is an expert's only in its lower 32 bits is none."""
+    ids = torch.randint(-1, experts + 1, (pairs,), generator=torch.Generator().manual_seed(pairs))
+    ids[::7] += 2**32
+    order = [pair for expert in range(experts) for pair in range(pairs) if ids[pair] == expert]
+    counts = [int((ids == expert).sum()) for expert in range(experts)]
+    ends = [sum(counts[: expert + 1]) for expert in range(experts)]
+    wanted = [(e, row) for e in range(experts) for row in range(ends[e] - counts[e], ends[e], tile_rows)]
+    got_pairs, got_ends, tiles, most = group.group_pairs(ids, experts, tile_rows)
+    assert got_pairs[: ends[-1]].tolist() == order
+    assert got_ends.tolist() == ends
+    assert tiles[2 * most] == len(wanted)
+    assert [tuple(tile) for tile in tiles[: 2 * len(wanted)].view(-1, 2).tolist()] == wanted
+
+
 def main() -> None:
     failed = []
 
@@ -33,11 +48,14 @@ def main() -> None:
             assert report.passed
 
     check("tiles", grid())
+    grouping_of(100, 5, 16)
     table.FEW_TOKENS = 4
     few = [replace(case, tokens=3) for case in grid() if case.tokens == 19 and case.hidden == 64]
     check("matrix-vector", few[::2])
-    group.ONE_LAUNCH, group.CHUNK, group.STEP = 16, 16, 8
+    group.ONE_LAUNCH, group.CHUNK = 16, 16
     check("grouping in four launches", [replace(grid()[0], tokens=50), replace(grid()[0], tokens=33, top_k=5)])
+    grouping_of(100, 5, 16)
+    grouping_of(37, 1, 4)
     if failed:
         sys.exit("\n".join(failed))
 

@@ -15,10 +15,9 @@ from .launcher import Launcher
 from .rows import write_tiles
 from .sizes import cdiv, next_power_of_2
 
-ONE_LAUNCH = 8192
-# Pairs that a program of the other way ranks, and those that it compares them with at a time.
-CHUNK = 512
-STEP = 32
+ONE_LAUNCH = 4096
+# Pairs that a program of the other way ranks, by comparing all with all.
+CHUNK = 128
 
 
 @triton.jit
@@ -96,22 +95,18 @@ def _place(
 
 
 @triton.jit
-def _scatter(p_ids, p_bases, p_pairs, num_pairs, num_experts, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def _scatter(p_ids, p_bases, p_pairs, num_pairs, num_experts, BLOCK: tl.constexpr):
     """Each pair of one chunk to its row: after those of its expert in earlier chunks, and earlier in this one."""
     chunk = tl.program_id(0)
-    offsets = tl.arange(0, BLOCK)
-    pairs = chunk * BLOCK + offsets
-    ids = tl.load(p_ids + pairs, mask=pairs < num_pairs, other=-1).to(tl.int32)
-    rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, BLOCK, STEP):
-        others = start + tl.arange(0, STEP)
-        m_others = chunk * BLOCK + others < num_pairs
-        other_ids = tl.load(p_ids + chunk * BLOCK + others, mask=m_others, other=-1).to(tl.int32)
-        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < offsets[:, None])
-        rank += tl.sum(same.to(tl.int32), 1)
+    pairs = chunk * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(p_ids + pairs, mask=pairs < num_pairs, other=-1)
+    # the same ids once more, along the other dimension
+    others = chunk * BLOCK + tl.arange(0, BLOCK)
+    other_ids = tl.load(p_ids + others, mask=others < num_pairs, other=-1)
+    earlier = (ids[:, None] == other_ids[None, :]) & (others[None, :] < pairs[:, None])
     counted = (ids >= 0) & (ids < num_experts)
     base = tl.load(p_bases + chunk.to(tl.int64) * num_experts + ids, mask=counted, other=0)
-    tl.store(p_pairs + base + rank, pairs, mask=counted)
+    tl.store(p_pairs + base + tl.sum(earlier.to(tl.int32), 1), pairs, mask=counted)
 
 
 _group_launch, _count_launch, _total_launch = Launcher(_group), Launcher(_count), Launcher(_total)
@@ -152,5 +147,5 @@ def group_pairs(ids_S: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor
     _total_launch((E, 1, 1), (bases, totals, E, chunks), (256,), 4, 3, device)
     args = (bases, totals, ends_E, tiles, E, chunks, most_tiles)
     _place_launch((E, 1, 1), args, (256, experts, tile_rows), 4, 3, device)
-    _scatter_launch((chunks, 1, 1), (ids_S, bases, pairs_S, S, E), (CHUNK, STEP), 4, 3, device)
+    _scatter_launch((chunks, 1, 1), (ids_S, bases, pairs_S, S, E), (CHUNK,), 4, 3, device)
     return pairs_S, ends_E, tiles, most_tiles
