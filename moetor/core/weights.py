@@ -13,6 +13,7 @@ from torch import Tensor
 from .activation import SILU, Activation
 from .errors import InvalidInput
 from .formats import FORMATS
+from .scales import require_fitting
 from .stacking import joined
 
 _DENSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,16 +27,21 @@ class Weight:
         data: (E, N, K), read through its strides; (E, K, N) if `transposed`; or a list of E
             matrices, (N, K) or (K, N) each, for models that keep one module an expert; see `Weight.of`.
         bias: (E, N), or a list of E (N,), or None.
-        scale: of quantised formats.
+        scale: of quantised formats, (E, *scale_shape(N, K)), or a list where `data` is one.
         format: how `data` is stored, a key of `formats.FORMATS`.
         transposed: `data` is stored (in, out).
+        activation_scale: (E,) float32, of formats whose activations are static.
+
+    Quantised data is a payload (E, N, K), or (E, N, K/2) of two numbers a byte; E, N and K are
+    always those of the matrices. It is frozen: backends refuse to give it gradients.
     """
 
     data: Tensor | list[Tensor]
     bias: Tensor | list[Tensor] | None = None
-    scale: Tensor | None = None
+    scale: Tensor | list[Tensor] | None = None
     format: str = "dense"
     transposed: bool = False
+    activation_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         data = self.data
@@ -49,13 +55,15 @@ class Weight:
         elif len({(matrix.shape, matrix.dtype, matrix.device) for matrix in data}) > 1:
             raise InvalidInput("the matrices of a list of expert weights must agree in shape, dtype and device")
         self._check_bias()
-        if not FORMATS[self.format].quantized:
-            if self.scale is not None:
-                raise InvalidInput(f"expert weights of format {self.format!r} have no scale; name the format it is of")
-            if self.first.dtype not in _DENSE_DTYPES:
-                raise InvalidInput(
-                    f"dense expert weights must be of a float dtype of 16 bits or more, got {self.first.dtype}"
-                )
+        format = FORMATS[self.format]
+        if format.quantized:
+            require_fitting(format, data, self.scale, self.activation_scale, self.transposed)
+        elif self.scale is not None or self.activation_scale is not None:
+            raise InvalidInput(f"expert weights of format {self.format!r} have no scale; name the format it is of")
+        elif self.first.dtype not in _DENSE_DTYPES:
+            raise InvalidInput(
+                f"dense expert weights must be of a float dtype of 16 bits or more, got {self.first.dtype}"
+            )
 
     def _check_bias(self) -> None:
         if self.bias is None:
@@ -97,7 +105,8 @@ class Weight:
 
     @property
     def in_features(self) -> int:
-        return self.first.shape[-2 if self.transposed else -1]
+        columns = self.first.shape[-2 if self.transposed else -1]
+        return columns if self.scale is None else columns * FORMATS[self.format].per_element
 
     @property
     def stacked(self) -> bool:
@@ -105,10 +114,20 @@ class Weight:
         return isinstance(self.data, Tensor)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor in it, in a fixed order: data, then bias."""
+        """Every tensor in it, in a fixed order: data, scales, then bias."""
+        return self._stored() + self.bias_tensors()
+
+    def frozen_tensors(self) -> list[Tensor]:
+        """Those that no backend gives gradients: payload and scales of a quantised format."""
+        return [] if self.scale is None else self._stored()
+
+    def bias_tensors(self) -> list[Tensor]:
+        return _listed(self.bias)
+
+    def _stored(self) -> list[Tensor]:
         tensors = list(self.data) if isinstance(self.data, list) else [self.data]
-        if self.bias is not None:
-            tensors += self.bias if isinstance(self.bias, list) else [self.bias]
+        if self.scale is not None:
+            tensors += _listed(self.scale) + _listed(self.activation_scale)
         return tensors
 
     def stack_ENK(self) -> Tensor:
@@ -124,6 +143,11 @@ class Weight:
         """
         matrices = self.data if isinstance(self.data, list) else list(self.data.unbind(0))
         return [matrix.t() for matrix in matrices] if self.transposed else matrices
+
+    def scales(self) -> list[Tensor]:
+        """The scales of each of the E matrices."""
+        assert self.scale is not None, "only quantised formats have scales"
+        return self.scale if isinstance(self.scale, list) else list(self.scale.unbind(0))
 
     def bias_EN(self) -> Tensor | None:
         """The biases in one tensor."""
@@ -201,7 +225,7 @@ class ExpertWeights:
         if len({w.format for w in self.all}) > 1:
             raise InvalidInput(f"all weights of a layer must be of one format, got {[w.format for w in self.all]}")
         for weight in self.all:
-            for bias in weight.tensors()[-1:] if weight.bias is not None else []:
+            for bias in weight.bias_tensors()[:1]:
                 if bias.device != self.device or not bias.is_floating_point():
                     raise InvalidInput(f"biases must be floats on {self.device}, got {bias.dtype} on {bias.device}")
 
@@ -252,17 +276,27 @@ class ExpertWeights:
         return [tensor for weight in self.all for tensor in weight.tensors()]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        """The same layer with `fn` applied to every tensor, list members included."""
+        """The same layer with `fn` applied to every tensor, list members and scales included."""
+
+        def each(part: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+            return [fn(tensor) for tensor in part] if isinstance(part, list) else fn(part)
 
         def one(weight: Weight) -> Weight:
-            data = [fn(t) for t in weight.data] if isinstance(weight.data, list) else fn(weight.data)
-            bias = weight.bias
-            if bias is not None:
-                bias = [fn(t) for t in bias] if isinstance(bias, list) else fn(bias)
-            return replace(weight, data=data, bias=bias)
+            bias, scale, static = weight.bias, weight.scale, weight.activation_scale
+            return replace(
+                weight,
+                data=each(weight.data),
+                bias=None if bias is None else each(bias),
+                scale=None if scale is None else each(scale),
+                activation_scale=None if static is None else fn(static),
+            )
 
         up = (one(self.up[0]), one(self.up[1])) if isinstance(self.up, tuple) else one(self.up)
         return replace(self, up=up, down=one(self.down))
+
+
+def _listed(part: Tensor | list[Tensor] | None) -> list[Tensor]:
+    return [] if part is None else part if isinstance(part, list) else [part]
 
 
 def apply_gate(weights: ExpertWeights, products: tuple[Tensor, ...]) -> Tensor:

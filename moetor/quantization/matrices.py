@@ -91,5 +91,7 @@ def _amax_of_blocks(values: Tensor, format: Format) -> Tensor:
     high, wide = format.block[0] or rows, format.block[1] or columns
     if rows % high or columns % wide:
         values = F.pad(values, (0, -columns % wide, 0, -rows % high))
-    blocks: Tensor = values.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
+    # sizes are spelt out: there may be no rows at all, as for activations of no tokens
+    padded_rows, padded_columns = values.shape[-2:]
+    blocks: Tensor = values.unflatten(-1, (padded_columns // wide, wide)).unflatten(-3, (padded_rows // high, high))
     return blocks.abs().amax((-3, -1))
