@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from ..core.activation import Activation
+from ..core.formats import FORMATS, fp8
 from ..core.weights import ExpertWeights, Weight
+from ..quantization import quantize
 
+QUANTIZED = (
+    *("fp8", "fp8_weights", "fp8_e8m0", "fp8_e8m0_weights", "fp8_tensor", "fp8_tensor_static", "fp8_tensor_weights"),
+    *("mxfp4", "mxfp4_dynamic", "mxfp4_float32", "mxfp4_float32_dynamic", fp8((32, 16)).name, fp8((1, 0)).name),
+)
 LAYOUTS = ("stacked", "transposed", "interleaved", "pair", "strided", "unaligned", "list")
 ROUTINGS = ("random", "one_expert", "empty_expert", "sentinels", "no_expert", "duplicates", "int32", "strided")
 
@@ -38,7 +44,8 @@ class Case:
     """One call to be made, from numbers alone.
 
     Attributes:
-        layout: how the weights are stored, one of `LAYOUTS`.
+        layout: how the weights are stored, one of `LAYOUTS`; quantised ones are never transposed.
+        format: of the weights; quantised ones need no gradient, whatever `frozen` says.
         gate: a key of `GATES`, or "custom" for a function that no data describe.
         routing: who goes where, one of `ROUTINGS`.
         routing_dtype: of top_k_weights; None: float32, or float64 beside float64.
@@ -52,6 +59,7 @@ class Case:
     intermediate: int = 32
     dtype: torch.dtype = torch.float32
     layout: str = "stacked"
+    format: str = "dense"
     gate: str = "silu"
     gated: bool = True
     bias: bool = False
@@ -80,8 +88,14 @@ class Inputs:
 
     def leaves(self) -> dict[str, Tensor]:
         """Name to tensor, of everything that may get a gradient."""
-        named = {f"weight{i}": tensor for i, tensor in enumerate(self.weights.tensors())}
+        named = trainable(self.weights, self.weights.quantized)
         return {"hidden_states": self.hidden_states, "top_k_weights": self.top_k_weights, **named}
+
+
+def trainable(weights: ExpertWeights, only_biases: bool) -> dict[str, Tensor]:
+    """Name to tensor, of what may get a gradient in a layer; of a quantised one, its biases."""
+    tensors = [t for w in weights.all for t in (w.bias_tensors() if only_biases else w.tensors())]
+    return {f"weight{i}": tensor for i, tensor in enumerate(tensors)}
 
 
 def contract_cases() -> list[Case]:
@@ -115,7 +129,37 @@ def contract_cases() -> list[Case]:
     cases += [replace(base, frozen=frozenset(names.split()), bias=True) for names in some]
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     grid = [replace(case, dtype=dtype) for dtype in dtypes for case in dict.fromkeys(cases)]
-    return grid + [replace(base, dtype=dtype, routing_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    grid += [replace(base, dtype=dtype, routing_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return grid + _quantized_cases()
+
+
+def _quantized_cases() -> list[Case]:
+    """Every format, and two of them with each layout, size and routing that could go wrong."""
+    # blocks that do not divide: 320 and 192 are two and a half, and one and a half, times 128
+    base = Case(hidden=320, intermediate=192, dtype=torch.bfloat16)
+    cases = [replace(base, format=format, dtype=dtype, bias=bias, gate=gate) for format in QUANTIZED
+             for dtype, bias, gate in ((torch.bfloat16, False, "silu"), (torch.float32, True, "gpt_oss"))]  # fmt: skip
+    for format in ("fp8", "mxfp4"):
+        one = replace(base, format=format)
+        cases += [replace(one, layout=layout, bias=True) for layout in LAYOUTS if layout != "transposed"]
+        cases += [replace(one, routing=routing) for routing in ROUTINGS if routing != "random"]
+        cases += [replace(one, tokens=tokens, bias=tokens == 1) for tokens in (0, 1, 2, 256)]
+        cases += [replace(one, dtype=dtype) for dtype in (torch.float16, torch.float64)]
+        cases += [replace(one, frozen=frozenset(names.split()), bias=True) for names in ("x", "routing", "weights")]
+        cases += [
+            replace(one, gate="custom"),
+            replace(one, gate="relu2", gated=False, bias=True),
+            replace(one, norm=True, routing="sentinels"),
+            replace(one, experts=1, top_k=1),
+            replace(one, experts=33, top_k=8, tokens=64),
+            replace(one, hidden=64, intermediate=32),
+            replace(one, hidden=64, intermediate=32, layout="list", tokens=0),
+        ]
+    cases += [
+        replace(base, format="fp8", hidden=63, intermediate=17),
+        replace(base, format="fp8_tensor", layout="pair"),
+    ]
+    return cases
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
@@ -135,19 +179,22 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(weights_grad)
 
+    # static activation scales that leave a few of the largest numbers out
+    up_static, down_static = (torch.linspace(high, high / 2, E, device=up.device) / 448 for high in (4.0, 2.0))
     if case.layout == "pair":
         biases = (None, None) if up_bias is None else up_bias.chunk(2, dim=1)
         parts = zip(up.chunk(2, dim=1), biases, strict=True)
         gate_weight, up_weight = (
-            Weight(leaf(data.clone()), None if bias is None else leaf(bias.clone())) for data, bias in parts
+            _stored(data.clone(), None if bias is None else bias.clone(), "stacked", case.format, up_static, leaf)
+            for data, bias in parts
         )
         up_arg: Weight | tuple[Weight, Weight] = (gate_weight, up_weight)
     else:
-        up_arg = _stored(up, up_bias, case.layout, leaf)
+        up_arg = _stored(up, up_bias, case.layout, case.format, up_static, leaf)
     down_layout = "stacked" if case.layout in ("pair", "interleaved") else case.layout
     weights = ExpertWeights(
         up_arg,
-        _stored(down, down_bias, down_layout, leaf),
+        _stored(down, down_bias, down_layout, case.format, down_static, leaf),
         activation=Activation.custom(custom_gate(case.gated)) if case.gate == "custom" else GATES[case.gate],
         gated=case.gated,
         interleaved=case.layout == "interleaved",
@@ -194,30 +241,45 @@ def _rms_norm(weight: Tensor):  # type: ignore[no-untyped-def]
     return norm
 
 
-def _stored(data: Tensor, bias: Tensor | None, layout: str, leaf) -> Weight:  # type: ignore[no-untyped-def]
-    """`data` (E, N, K) and bias (E, N) in a layout; what is read is a leaf or a view of one."""
-    if layout == "list":
-        return Weight([leaf(d.clone()) for d in data], None if bias is None else [leaf(b.clone()) for b in bias])
-    if bias is not None:
-        bias = leaf(bias)
-    if layout == "transposed":
-        return Weight(leaf(data.transpose(1, 2).contiguous()), bias, transposed=True)
+def _stored(  # type: ignore[no-untyped-def]
+    data: Tensor, bias: Tensor | None, layout: str, format: str, activation_scale: Tensor, leaf
+) -> Weight:
+    """`data` (E, N, K) and bias (E, N) in a layout and a format; what is read is a leaf or a view of one."""
     if layout == "interleaved":
         data = torch.stack(data.chunk(2, dim=1), dim=2).flatten(1, 2)
-        if bias is not None:
-            bias = leaf(torch.stack(bias.detach().chunk(2, dim=1), dim=2).flatten(1, 2))
-    if layout in ("strided", "unaligned"):
-        data = _embed(data, layout)
-    return Weight(leaf(data), bias)
+        bias = None if bias is None else torch.stack(bias.chunk(2, dim=1), dim=2).flatten(1, 2)
+    if layout == "list":
+        biases = None if bias is None else [leaf(one.clone()) for one in bias]
+    else:
+        biases = None if bias is None else leaf(bias)
+    if FORMATS[format].quantized:
+        parts = [_placed(part, layout) for part in quantize(data, FORMATS[format])]
+        static = activation_scale if FORMATS[format].activation_scheme == "static" else None
+        return Weight(parts[0], biases, parts[1], format, activation_scale=static)
+    if layout == "transposed":
+        return Weight(leaf(data.transpose(1, 2).contiguous()), biases, transposed=True)
+    placed = _placed(data, layout)
+    return Weight([leaf(one) for one in placed] if isinstance(placed, list) else leaf(placed), biases)
+
+
+def _placed(data: Tensor, layout: str) -> Tensor | list[Tensor]:
+    """One tensor an expert, a view into a larger buffer, or as it is."""
+    if layout == "list":
+        return [one.clone() for one in data]
+    return _embed(data, layout) if layout in ("strided", "unaligned") else data
 
 
 def _embed(tensor: Tensor, layout: str) -> Tensor:
     """The same values as a view into a larger buffer of NaN: wide strides, or one element in."""
+    if (
+        tensor.element_size() == 1 and tensor.dtype != torch.int8
+    ):  # torch fills no float8; these bytes are numbers, too, and wrong ones
+        return _embed(tensor.view(torch.int8), layout).view(tensor.dtype)
+    fill = float("nan") if tensor.is_floating_point() else -99
     if layout == "unaligned":
-        room = tensor.new_full((tensor.numel() + 1,), float("nan"))[1:]
+        room = tensor.new_full((tensor.numel() + 1,), fill)[1:]
         return room.view(tensor.shape).copy_(tensor)
     last = tensor.shape[-1]
-    fill = float("nan") if tensor.is_floating_point() else -99
     return tensor.new_full((*tensor.shape[:-1], last + 8), fill)[..., :last].copy_(tensor)
 
 

@@ -16,6 +16,8 @@ from .oracle import oracle, relative_error
 # Relative Frobenius error of the result, by dtype. Inputs are rounded already; what is left is
 # the rounding of the two products and of the result, and for fp32 the order of the sums.
 LIMITS = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+# Activations that are rounded to e4m3 as well turn the order of a sum into a step of it, now and then.
+QUANTIZED_LIMIT = 1e-2
 # A gradient passes through twice as many rounded products.
 GRADIENT = 2.0
 
@@ -111,15 +113,16 @@ def check_case(name: str, inputs: Inputs) -> tuple[list[str], float]:
     result, gradients = run(name, inputs, upstream)
     again, gradients_again = run(name, inputs, upstream)
 
+    limit = LIMITS[case.dtype] if case.format == "dense" else max(LIMITS[case.dtype], QUANTIZED_LIMIT)
     problems = []
     if result.dtype != inputs.hidden_states.dtype:
         problems.append(f"the result is {result.dtype}, not {inputs.hidden_states.dtype}")
     error = relative_error(result, expected)
-    if error > LIMITS[case.dtype]:
-        problems.append(f"the result is off by {error:.1e}, more than {LIMITS[case.dtype]:.1e}")
+    if error > limit:
+        problems.append(f"the result is off by {error:.1e}, more than {limit:.1e}")
     if not torch.equal(result, again):
         problems.append("a second run gave another result")
-    limit = LIMITS[case.dtype] * GRADIENT
+    limit *= GRADIENT
     total = sum(gradient.norm().item() ** 2 for gradient in expected_gradients.values()) ** 0.5
     for leaf_name, leaf in inputs.leaves().items():
         gradient = gradients[leaf_name]

@@ -3,13 +3,16 @@
 Nothing of what it checks is used here, gates included.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.activation import Activation
 from ..core.weights import ExpertWeights, Weight
-from .cases import Inputs
+from .cases import Inputs, trainable
+from .oracle_formats import decoded, rounded
 
 
 def oracle(inputs: Inputs, upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -22,12 +25,11 @@ def oracle(inputs: Inputs, upstream: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     Args:
         upstream: (T, H), the gradient of the result.
     """
-    weights = inputs.weights.map(_wide)
+    weights = dense(inputs.weights).map(_wide)
     x = _wide(inputs.hidden_states)
     routing = _wide(inputs.top_k_weights)
-    result = _forward(weights, x, inputs.top_k_index, routing, inputs.case.dtype)
-    twins = {"hidden_states": x, "top_k_weights": routing}
-    twins |= {f"weight{i}": tensor for i, tensor in enumerate(weights.tensors())}
+    result = _forward(weights, inputs, x, routing)
+    twins = {"hidden_states": x, "top_k_weights": routing} | trainable(weights, inputs.weights.quantized)
     wanted = {name: twin for name, twin in twins.items() if inputs.leaves()[name].requires_grad}
     if not wanted:
         return result.detach(), {}
@@ -50,7 +52,18 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
-def _forward(weights: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor, dtype: torch.dtype) -> Tensor:
+def dense(weights: ExpertWeights) -> ExpertWeights:
+    """The layer with what its bytes mean in their place."""
+    if not weights.quantized:
+        return weights
+    ups = tuple(decoded(up) for up in weights.ups)
+    return replace(weights, up=(ups[0], ups[1]) if len(ups) == 2 else ups[0], down=decoded(weights.down))
+
+
+def _forward(weights: ExpertWeights, inputs: Inputs, x: Tensor, routing: Tensor) -> Tensor:
+    stored, ids = inputs.weights, inputs.top_k_index
+    # quantised experts are to be computed in float32 from one rounding of their format to the next
+    dtype = torch.promote_types(inputs.case.dtype, torch.float32) if stored.quantized else inputs.case.dtype
     # Zero times every tensor keeps the graph connected where no pair has an expert; the values
     # that take part are those of finite tensors, as no oracle is asked about others.
     total = x * 0 + routing.sum() * 0 + sum(tensor.sum() for tensor in weights.tensors()) * 0
@@ -58,8 +71,10 @@ def _forward(weights: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor, dt
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if not len(token):
             continue
-        products = [_linear(up, expert, x[token]) for up in weights.ups]
-        rows = _linear(weights.down, expert, _gate(weights, torch.cat(products, dim=-1), dtype))
+        pairs = zip(weights.ups, stored.ups, strict=True)
+        products = [_linear(up, expert, rounded(x[token], as_stored, expert)) for up, as_stored in pairs]
+        inner = _gate(weights, torch.cat(products, dim=-1), dtype)
+        rows = _linear(weights.down, expert, rounded(inner, stored.down, expert))
         if weights.after_down is not None:
             rows = weights.after_down(rows)
         total = total.index_add(0, token, rows * routing[token, slot, None])

@@ -89,6 +89,81 @@ def _dense(data: Tensor) -> tuple[int, ...]:
     return torch.empty(data.shape, device="meta").stride()
 
 
+def quantized_fault(change: Callable[[ExpertWeights], ExpertWeights]) -> Forward:
+    """eager on weights of which something else is told."""
+    eager = ExpertsInterface["eager"].forward
+
+    def forward(w: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        return eager(change(w), x, ids, routing)
+
+    forward.__name__ = change.__name__
+    return forward
+
+
+def _each(w: ExpertWeights, change: Callable[[Weight], Weight]) -> ExpertWeights:
+    ups = tuple(change(up) for up in w.ups)
+    return replace(w, up=(ups[0], ups[1]) if len(ups) == 2 else ups[0], down=change(w.down))
+
+
+@quantized_fault
+def scales_become_powers_of_two(w: ExpertWeights) -> ExpertWeights:
+    return _each(w, lambda weight: replace(weight, scale=torch.exp2(torch.log2(weight.scale).ceil())))
+
+
+@quantized_fault
+def activations_are_not_rounded(w: ExpertWeights) -> ExpertWeights:
+    return _each(w, lambda weight: replace(weight, format="fp8_weights"))
+
+
+@quantized_fault
+def activations_are_rounded_uncalled_for(w: ExpertWeights) -> ExpertWeights:
+    return _each(w, lambda weight: replace(weight, format="mxfp4_dynamic"))
+
+
+@quantized_fault
+def nibbles_are_swapped(w: ExpertWeights) -> ExpertWeights:
+    def swap(weight: Weight) -> Weight:
+        byte = weight.data.view(torch.uint8)
+        return replace(weight, data=(byte >> 4 | byte << 4).view(weight.data.dtype))
+
+    return _each(w, swap)
+
+
+@quantized_fault
+def exponents_are_read_as_numbers(w: ExpertWeights) -> ExpertWeights:
+    return _each(
+        w, lambda weight: replace(weight, scale=weight.scale.view(torch.uint8).float(), format="mxfp4_float32")
+    )
+
+
+@quantized_fault
+def interleaved_is_read_as_concatenated(w: ExpertWeights) -> ExpertWeights:
+    return replace(w, interleaved=False)
+
+
+@quantized_fault
+def one_static_scale_for_all(w: ExpertWeights) -> ExpertWeights:
+    return _each(
+        w, lambda weight: replace(weight, activation_scale=weight.activation_scale[:1].expand(len(weight.data)))
+    )
+
+
+@quantized_fault
+def blocks_in_another_order(w: ExpertWeights) -> ExpertWeights:
+    return _each(w, lambda weight: replace(weight, scale=weight.scale.flip(1)))
+
+
+QUANTIZED_FAULTS: dict[str, list[Forward]] = {
+    "fp8": [
+        scales_become_powers_of_two,
+        activations_are_not_rounded,
+        interleaved_is_read_as_concatenated,
+        blocks_in_another_order,
+    ],
+    "mxfp4": [nibbles_are_swapped, exponents_are_read_as_numbers, activations_are_rounded_uncalled_for],
+    "fp8_tensor_static": [one_static_scale_for_all],
+}
+
 FAULTS: list[Forward] = [
     no_clamp,
     no_bias,
@@ -132,7 +207,22 @@ def test_planted_fault_is_found(fault: Forward, stranger: Callable[[Forward], st
     kinds = ("silu", "gpt_oss") if fault is gate_too_large else None
     dtypes = (torch.bfloat16,) if fault is wrong_dtype else (torch.float32,)
     cases = [c for c in contract_cases() if c.dtype in dtypes and (kinds is None or c.gate in kinds)]
+    cases = [c for c in cases if c.format == "dense"]
     with pytest.raises(AssertionError, match="FAILED"):
+        check_backend(stranger(fault), cases)
+
+
+@pytest.mark.parametrize(
+    ("format", "fault"),
+    [(format, fault) for format, faults in QUANTIZED_FAULTS.items() for fault in faults],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_planted_fault_in_quantized_experts_is_found(
+    format: str, fault: Forward, stranger: Callable[[Forward], str]
+) -> None:
+    layouts = ("interleaved",) if fault is interleaved_is_read_as_concatenated else ("stacked",)
+    cases = [c for c in contract_cases() if c.format == format and c.layout in layouts]
+    with pytest.raises(AssertionError, match="the result is off by"):
         check_backend(stranger(fault), cases)
 
 
@@ -143,7 +233,7 @@ def test_override_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_right_backend_passes(stranger: Callable[[Forward], str]) -> None:
-    cases = [case for case in contract_cases() if case.dtype == torch.float32]
+    cases = [case for case in contract_cases() if case.dtype == torch.float32 and case.format == "dense"]
     report = check_backend(stranger(good), cases)
     assert report.passed > 50
     assert not report.failed
