@@ -48,6 +48,7 @@ def run(codes: list[str], names: dict[str, Any] | None = None) -> dict[str, Any]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models in folders that are called as the models on the hub."""
     root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)  # it is made before the fixture that seeds each test
     config = CONFIGS["qwen2_moe"]()
     config.vocab_size = 257  # the bytes of the tiny tokenizer
     build("qwen2_moe", config).save_pretrained(root / TEXT_MODEL)
@@ -100,10 +101,12 @@ def test_snippets_of_transformers_run_with_the_import_changed(compiler, models, 
     run(codes[2:3], names)
     assert capsys.readouterr().out.startswith("A mixture of experts is")
     assert names["outputs"].shape[1] > names["inputs"].input_ids.shape[1]
-    compiled, expected = logits(names["model"]), logits(moetor.AutoModelForCausalLM.from_pretrained(TEXT_MODEL))
+    # in the page's own dtype: in another one a router may choose other experts
+    plain = moetor.AutoModelForCausalLM.from_pretrained(TEXT_MODEL, dtype="bfloat16", experts_implementation="eager")
+    compiled, expected = logits(names["model"]), logits(plain)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
-    assert (compiled - expected).norm() <= 3e-2 * expected.norm()  # the page loads bfloat16
+    assert (compiled - expected).norm() <= 3e-2 * expected.norm()
 
     run(codes[3:4], names)
     assert names["model"] is names["plain"]
