@@ -131,7 +131,9 @@ def test_backend_of_the_page_passes_the_contract_and_runs(strangers, capsys):
     names = run(codes)
     printed = capsys.readouterr().out
     passed, refused = map(int, re.search(r"every_expert: (\d+) passed, 0 failed, (\d+) refused", printed).groups())
-    assert passed > 2 * refused
+    # it refuses what the page says that it refuses, and runs all the rest
+    runs = [c for c in contract_cases() if (c.format, c.layout == "list") == ("dense", False)]
+    assert passed == sum(c.dtype != torch.float16 for c in runs)
     assert passed + refused == len(contract_cases())
     exact = moetor.experts_forward(names["weights"], x := torch.randn(2, 32), names["ids"], names["shares"], "eager")
     torch.testing.assert_close(
