@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...core.activation import Activation
 from ...core.errors import InvalidInput
 from ...core.weights import ExpertWeights, Weight
+from .first_look import look
 from .gates import read_gate
 
 _FACTS = "_moetor_facts"
@@ -58,13 +59,10 @@ def facts_of(module: nn.Module) -> Facts:
     Raises:
         InvalidInput: it is no experts module, or has parts that moetor does not know.
     """
+    if torch.compiler.is_compiling():
+        look(module, _FACTS, _read_facts)
     facts: Facts | None = module.__dict__.get(_FACTS)
     if facts is None:
-        if torch.compiler.is_compiling():
-            raise InvalidInput(
-                f"{type(module).__name__} is new to moetor, which cannot look at it inside torch.compile;"
-                " moetor.attach(model), or call the model once, before compiling"
-            )
         facts = _read_facts(module)
         module.__dict__[_FACTS] = facts
     return facts
