@@ -1,6 +1,7 @@
 """moetor's experts in models of Hugging Face transformers.
 
-Importing this registers "moetor" among transformers' experts functions.
+Importing this registers "moetor" among transformers' experts functions, so that plain transformers takes it as
+`experts_implementation`; and "moetor:eager" and so on, one for each backend of ours.
 """
 
 from .adapters import experts_of

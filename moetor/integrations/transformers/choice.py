@@ -78,14 +78,14 @@ def set_backend(module: nn.Module, name: str) -> None:
 def backend_of(module: nn.Module) -> str:
     """The name on one experts module; transformers' own choice if moetor does not run it.
 
-    A model that nobody attached runs auto when transformers' choice is "moetor".
+    A model that nobody attached has it from transformers: "moetor" is auto, "moetor:eager" is eager.
     """
     config: Any = module.config
     theirs: str = config._experts_implementation_internal or "eager"
     if theirs == SEAM:
         ours: str = module.__dict__.get(CHOICE, "auto")
         return ours
-    return theirs
+    return theirs.removeprefix(f"{SEAM}:")
 
 
 def current(model: PreTrainedModel, name_of: Callable[[nn.Module], str] = backend_of) -> dict[str, str]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...core.errors import InvalidInput
+from ...core.interface import ExpertsInterface
 from ...forward import experts_forward
 from . import decode
 from .adapters import experts_of
@@ -123,4 +124,6 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
     return model
 
 
-ALL_EXPERTS_FUNCTIONS.register(SEAM, run_experts)
+# For plain transformers: experts_implementation="moetor" runs auto, "moetor:eager" and so on the backend of that name.
+for _name in (SEAM, *(f"{SEAM}:{_backend}" for _backend in ExpertsInterface.names())):
+    ALL_EXPERTS_FUNCTIONS.register(_name, run_experts)

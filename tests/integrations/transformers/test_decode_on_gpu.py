@@ -95,3 +95,10 @@ def test_decoding_that_transformers_compiles(choice: str, mode: str) -> None:
         assert torch.equal(generate(model, compile_config=config, **options), expected)
     assert model.get_experts_implementation() == {"": choice}
     torch._dynamo.reset()
+
+
+def test_plain_transformers_switches_too(ran: Ran) -> None:
+    model = build("qwen3_moe").cuda()
+    model.set_experts_implementation("moetor:grouped_mm")
+    generate(model)
+    assert ran.names() == SWITCHED
