@@ -35,6 +35,20 @@ class PartExplanation:
     by_tokens: dict[int, Explanation]
     decode: str | None = None
 
+    def line(self) -> str:
+        """What runs, in some words; numbers of tokens are told only where they decide."""
+        requested = next(iter(self.by_tokens.values())).requested
+        by_name: dict[str, list[str]] = {}
+        for tokens, why in self.by_tokens.items():
+            by_name.setdefault(why.chosen or f"nothing yet ({why.reasons.get(requested)})", []).append(str(tokens))
+        here = ", ".join(f"{name} at {'/'.join(tokens)} tokens" for name, tokens in by_name.items())
+        if len(by_name) == 1:
+            here = next(iter(by_name))
+        words = [f"{self.key or 'experts'} by {requested}"]
+        words += [f"here {here}"] if here != requested else []
+        words += [f"while generate decodes {self.decode}"] if self.decode else []
+        return f"{', '.join(words)} ({self.layers} layers, {self.about})"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelExplanation:
@@ -57,6 +71,12 @@ class ModelExplanation:
                 for part in self.parts
             ],
         }
+
+    def line(self) -> str:
+        """What runs where, without reasons, in one line."""
+        if not self.parts:
+            return str(self)
+        return f"{self.model}: " + " | ".join(part.line() for part in self.parts)
 
     def __str__(self) -> str:
         if not self.parts:

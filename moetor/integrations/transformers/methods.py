@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...core.errors import InvalidInput
 from ...core.interface import ExpertsInterface
 from ...forward import experts_forward
-from . import decode
+from . import decode, log
 from .adapters import experts_of
 from .choice import CHOICE, SEAM, Choice, backend_of, current, plan, set_backend
 from .explain import ModelExplanation, explain_model
@@ -53,8 +53,10 @@ class ExpertsMethods:
         Raises:
             UnknownBackend, BackendUnavailable, InvalidInput: see `choice.plan`; nothing is changed.
         """
+        before = current(self)
         for module, name in plan(self, experts_implementation):
             set_backend(module, name)
+        log.changed(self, before)
 
     def get_experts_implementation(self: Any) -> dict[str, str]:
         """The backend of this model ("") and of each sub-config, in the form that `set` accepts.
@@ -116,11 +118,16 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
     reached = plan(model, experts_implementation)
     # what the choice does not reach runs by "auto", unless an earlier call chose for it
     rest = [(module, name) for module, name in plan(model, "auto") if CHOICE not in module.__dict__]
+    before = current(model) if isinstance(model, ExpertsMethods) else None
     for module, name in rest + reached:
         set_backend(module, name)
     for nested in model.modules():
         if isinstance(nested, PreTrainedModel) and not isinstance(nested, ExpertsMethods):
             nested.__class__ = _with_methods(type(nested))
+    if before is None:
+        log.attached(model)
+    else:
+        log.changed(model, before)
     return model
 
 
