@@ -1,6 +1,7 @@
 """Tensor descriptors: how the copy engine of SM90 and newer GPUs finds blocks of the operands."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,10 +11,30 @@ from .operands import Matrices
 from .table import Tile
 
 
-def describe_up(up: Matrices, order: str, tile: Tile) -> tuple[str, TensorDescriptor, TensorDescriptor] | None:
-    """The first product's order, and descriptors of its gate and up columns; None: it takes plain loads.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A view of a tensor's memory, read by blocks.
 
-    Where one tensor holds both, one descriptor brings gate and up columns together. Concatenated
+    Attributes:
+        offset: elements from the tensor's first.
+    """
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    offset: int = 0
+
+    def of(self, tensor: Tensor) -> TensorDescriptor:
+        base = tensor
+        if self.offset:
+            base = torch.as_strided(tensor, self.shape, self.strides, tensor.storage_offset() + self.offset)
+        return TensorDescriptor(base, self.shape, self.strides, self.block)
+
+
+def blocks_of_up(up: Matrices, order: str, tile: Tile) -> tuple[str, Blocks, Blocks] | None:
+    """The first product's order, and blocks of its gate and up columns; None: it takes plain loads.
+
+    Where one tensor holds both, one block brings gate and up columns together. Concatenated
     columns of a transposed tensor are as two tensors to it.
     """
     E, H = up.first.shape[0], up.first.shape[2]
@@ -21,26 +42,25 @@ def describe_up(up: Matrices, order: str, tile: Tile) -> tuple[str, TensorDescri
     if order == "interleaved":
         if not _takes(up.first, 0, (outer, up.offset, along)):
             return None
-        both = _blocks(up.first, 0, (E, 2 * up.N, H), (outer, up.offset, along), 2 * tile.BN, tile.BK)
+        both = _blocks((E, 2 * up.N, H), (outer, up.offset, along), 2 * tile.BN, tile.BK)
         return order, both, both
     if not _takes(up.first, 0, up.strides) or not _takes(up.second, up.offset, up.strides):
         return None
     if order == "stacked" and along == 1:
-        pairs = torch.as_strided(up.first, (E, 2, up.N, H), (outer, up.offset, column, 1), up.first.storage_offset())
-        both = TensorDescriptor(pairs, list(pairs.shape), list(pairs.stride()), [1, 2, tile.BN, tile.BK])
+        both = Blocks([E, 2, up.N, H], [outer, up.offset, column, 1], [1, 2, tile.BN, tile.BK])
         return order, both, both
-    gate = _blocks(up.first, 0, (E, up.N, H), up.strides, tile.BN, tile.BK)
+    gate = _blocks((E, up.N, H), up.strides, tile.BN, tile.BK)
     if order == "single":
         return order, gate, gate
-    return "apart", gate, _blocks(up.second, up.offset, (E, up.N, H), up.strides, tile.BN, tile.BK)
+    return "apart", gate, _blocks((E, up.N, H), up.strides, tile.BN, tile.BK, up.offset)
 
 
-def describe_down(inner: Tensor, down: Matrices, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """Descriptors of the sorted inner rows and of the second product's matrices; None: it takes plain loads."""
-    if not _takes(down.first, 0, down.strides) or inner.stride(0) * inner.element_size() % 16:
+def blocks_of_down(down: Matrices, rows: int, tile: Tile) -> tuple[Blocks, Blocks] | None:
+    """Blocks of the sorted inner rows and of the second product's matrices; None: it takes plain loads."""
+    E, H, I = down.first.shape
+    if not _takes(down.first, 0, down.strides) or I * down.first.element_size() % 16:
         return None
-    rows = TensorDescriptor(inner, list(inner.shape), list(inner.stride()), [tile.BM, tile.BK])
-    return rows, _blocks(down.first, 0, tuple(down.first.shape), down.strides, tile.BN, tile.BK)
+    return Blocks([rows, I], [I, 1], [tile.BM, tile.BK]), _blocks((E, H, I), down.strides, tile.BN, tile.BK)
 
 
 def _takes(tensor: Tensor, offset: int, strides: tuple[int, ...]) -> bool:
@@ -56,15 +76,14 @@ def _takes(tensor: Tensor, offset: int, strides: tuple[int, ...]) -> bool:
 
 
 def _blocks(
-    tensor: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, int, int], columns: int, depth: int
-) -> TensorDescriptor:
+    shape: tuple[int, int, int], strides: tuple[int, int, int], columns: int, depth: int, offset: int = 0
+) -> Blocks:
     """Blocks of `columns` by `depth` of each matrix, in the order of storage."""
-    view = torch.as_strided(tensor, shape, strides, tensor.storage_offset() + offset)
     if strides[2] == 1:
-        return TensorDescriptor(view, list(shape), list(strides), [1, columns, depth])
+        return Blocks(list(shape), list(strides), [1, columns, depth], offset)
     E, N, K = shape
     outer, column, along = strides
-    return TensorDescriptor(view, [E, K, N], [outer, along, column], [1, depth, columns])
+    return Blocks([E, K, N], [outer, along, column], [1, depth, columns], offset)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Within an expert, pairs keep their order. Ids outside [0, E) are left out. Up to
 each program looks at all of them for its expert; beyond, counts by chunks tell where to begin.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launcher import Launcher
+from .launcher import Launcher, Step
 from .rows import write_tiles
 from .sizes import cdiv, next_power_of_2
 
@@ -109,43 +110,74 @@ def _scatter(p_ids, p_bases, p_pairs, num_pairs, num_experts, BLOCK: tl.constexp
     tl.store(p_pairs + base + tl.sum(earlier.to(tl.int32), 1), pairs, mask=counted)
 
 
-_group_launch, _count_launch, _total_launch = Launcher(_group), Launcher(_count), Launcher(_total)
-_place_launch, _scatter_launch = Launcher(_place), Launcher(_scatter)
+_group_launcher, _count_launcher, _total_launcher = Launcher(_group), Launcher(_count), Launcher(_total)
+_place_launcher, _scatter_launcher = Launcher(_place), Launcher(_scatter)
 
 
-def group_pairs(ids_S: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pairs by expert, and each expert's rows cut into tiles.
+@dataclass(slots=True)
+class Grouping:
+    """Pairs by expert, and each expert's rows cut into tiles: the plan for a number of pairs, in one buffer.
 
-    Args:
-        ids_S: (S,) integer, contiguous.
-        tile_rows: most rows of a tile; a tile's rows are one expert's.
+    The buffer (int32) holds, each from a multiple of 16 bytes on:
+        pairs_S: the first ends_E[-1] are the pairs in expert order, the rest is not written.
+        ends_E: one past the last row of each expert.
+        tiles: 2N + 1 numbers: expert and first row of each tile; how many there are, at 2N.
+        bases, totals: of the way in four launches.
 
-    Returns:
-        pairs_S: (S,) int32; the first ends_E[-1] are the pairs in expert order, the rest is not written.
-        ends_E: (E,) int32, one past the last row of each expert.
-        tiles: (2N + 1,) int32: expert and first row of each tile; how many there are, at 2N.
-        N: the most tiles that any routing of S pairs has.
+    Attributes:
+        most_tiles: N, the most tiles that any routing of S pairs has.
+        starts: where each part of the buffer begins.
+        steps: one launch, or four.
 
     With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -], ends [1, 3],
     tiles [0, 0, 1, 1, 1, 2, …, 3].
     """
-    S, E, device = ids_S.shape[0], num_experts, ids_S.device.index
+
+    most_tiles: int
+    starts: list[int]
+    steps: list[Step]
+
+    def run(self, ids_S: Tensor) -> tuple[Tensor, list[Any]]:
+        """The buffer and its parts: tensors when it runs for the first time, then addresses."""
+        buffer = torch.empty(self.starts[-1], dtype=torch.int32, device=ids_S.device)
+        if self.steps[-1].compiled is None:
+            parts: list[Any] = [buffer[start:] for start in self.starts[:-1]]
+        else:
+            address = buffer.data_ptr()
+            parts = [address + 4 * start for start in self.starts[:-1]]
+        pairs, ends, tiles, bases, totals = parts
+        if len(self.steps) == 1:
+            self.steps[0].launch(ids_S, pairs, ends, tiles)
+        else:
+            count, total, place, scatter = self.steps
+            count.launch(ids_S, bases)
+            total.launch(bases, totals)
+            place.launch(bases, totals, ends, tiles)
+            scatter.launch(ids_S, bases, pairs)
+        return buffer, parts[:3]
+
+
+def plan_grouping(S: int, E: int, tile_rows: int, device: int) -> Grouping:
+    """The plan for S pairs of E experts.
+
+    Args:
+        tile_rows: most rows of a tile; a tile's rows are one expert's.
+    """
     most_tiles = cdiv(S, tile_rows) + min(E, S)
-    pairs_S = torch.empty(S, dtype=torch.int32, device=ids_S.device)
-    ends_E = torch.empty(E, dtype=torch.int32, device=ids_S.device)
-    tiles = torch.empty(2 * most_tiles + 1, dtype=torch.int32, device=ids_S.device)
+    chunks = cdiv(S, CHUNK) if S > ONE_LAUNCH else 0
+    starts = [0]
+    for length in (S, E, 2 * most_tiles + 1, chunks * E, E if chunks else 0):
+        starts.append(starts[-1] + cdiv(length, 4) * 4)
     experts = max(32, next_power_of_2(E))
-    if S <= ONE_LAUNCH:
+    if not chunks:
         block = min(4096, max(32, next_power_of_2(S)))
-        args: tuple[Any, ...] = (ids_S, pairs_S, ends_E, tiles, S, E, most_tiles)
-        _group_launch((E, 1, 1), args, (block, experts, tile_rows), 4 if block <= 1024 else 8, 3, device)
-        return pairs_S, ends_E, tiles, most_tiles
-    chunks = cdiv(S, CHUNK)
-    bases = torch.empty(chunks, E, dtype=torch.int32, device=ids_S.device)
-    totals = torch.empty_like(ends_E)
-    _count_launch((chunks, 1, 1), (ids_S, bases, S, E), (CHUNK, experts), 4, 3, device)
-    _total_launch((E, 1, 1), (bases, totals, E, chunks), (256,), 4, 3, device)
-    args = (bases, totals, ends_E, tiles, E, chunks, most_tiles)
-    _place_launch((E, 1, 1), args, (256, experts, tile_rows), 4, 3, device)
-    _scatter_launch((chunks, 1, 1), (ids_S, bases, pairs_S, S, E), (CHUNK,), 4, 3, device)
-    return pairs_S, ends_E, tiles, most_tiles
+        warps = 4 if block <= 1024 else 8
+        numbers, constants = (S, E, most_tiles), (block, experts, tile_rows)
+        return Grouping(most_tiles, starts, [Step(_group_launcher, (E, 1, 1), numbers, constants, warps, 3, device)])
+    steps = [
+        Step(_count_launcher, (chunks, 1, 1), (S, E), (CHUNK, experts), 4, 3, device),
+        Step(_total_launcher, (E, 1, 1), (E, chunks), (256,), 4, 3, device),
+        Step(_place_launcher, (E, 1, 1), (E, chunks, most_tiles), (256, experts, tile_rows), 4, 3, device),
+        Step(_scatter_launcher, (chunks, 1, 1), (S, E), (CHUNK,), 4, 3, device),
+    ]
+    return Grouping(most_tiles, starts, steps)

@@ -1,6 +1,7 @@
 """The layer for more tokens: group the pairs, two products over tiles of rows, add."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,66 +9,99 @@ from torch import Tensor
 
 from ..matmul import result_dtype
 from . import table, tiles
-from .descriptors import describe_down, describe_up
-from .group import group_pairs
-from .launcher import Launcher
-from .operands import Matrices
+from .descriptors import Blocks, blocks_of_down, blocks_of_up
+from .group import Grouping, plan_grouping
+from .launcher import Launcher, Step
+from .operands import Call
 from .sizes import cdiv, next_power_of_2
 
 _up_product, _down_product = Launcher(tiles.up_product), Launcher(tiles.down_product)
 _combine = Launcher(tiles.combine)
 
 
-def many_tokens(
-    x: Tensor, ids: Tensor, routing: Tensor, up: Matrices, down: Matrices, out: Tensor, gate: tuple[Any, ...],
-    order: str,
-) -> None:  # fmt: skip
-    """Fill out (T, H).
+@dataclass(slots=True)
+class ManyTokens:
+    """The plan of a call.
 
-    Args:
-        order: how gate and up columns lie: "stacked" or "interleaved" in one tensor, "apart" in two,
-            or "single" without a gate.
+    Attributes:
+        inner, rows: shapes of what lies between the products, and between them and the sum.
+        up_blocks: of gate and up, for the copy engine; None: plain loads.
+        down_blocks: of inner and down.
     """
-    (T, H), K, E, I = x.shape, ids.shape[1], up.first.shape[0], up.N
+
+    inner: tuple[int, int]
+    rows: tuple[int, int]
+    grouping: Grouping
+    first: Step
+    up_blocks: tuple[Blocks, Blocks] | None
+    second: Step
+    down_blocks: tuple[Blocks, Blocks] | None
+    last: Step
+
+    @property
+    def ready(self) -> bool:
+        return self.last.compiled is not None
+
+    def run(self, call: Call, out: Tensor) -> None:
+        x = call.x
+        _buffer, (pairs, ends, list_of_tiles) = self.grouping.run(call.ids.view(-1))
+        inner = torch.empty(self.inner, dtype=x.dtype, device=x.device)
+        gate: Any = call.up[0]
+        up: Any = call.up[-1]
+        if self.up_blocks:
+            gate = self.up_blocks[0].of(gate)
+            up = gate if self.up_blocks[0] is self.up_blocks[1] else self.up_blocks[1].of(up)
+        bias, second_bias = (call.up_bias[0], call.up_bias[-1]) if call.up_bias else (None, None)
+        self.first.launch(x, pairs, ends, list_of_tiles, gate, up, bias, second_bias, inner)
+
+        rows = torch.empty(self.rows, dtype=result_dtype(x.dtype), device=x.device)
+        p_inner: Any = inner
+        down: Any = call.down
+        if self.down_blocks:
+            p_inner, down = self.down_blocks[0].of(inner), self.down_blocks[1].of(down)
+        self.second.launch(p_inner, pairs, ends, list_of_tiles, down, call.down_bias, call.routing, rows)
+        self.last.launch(rows, call.ids, out)
+
+
+def plan_many_tokens(call: Call, gate: tuple[Any, ...], tf32: bool) -> ManyTokens:
+    x, up, down, order = call.x, call.first(), call.second(), call.order
+    (T, H), K, E, I = x.shape, call.ids.shape[1], up.first.shape[0], up.N
     S, device = T * K, x.device.index
     num_processors, shared_limit = _device(device) if x.is_cuda else (1, 2**20)
     first, second = table.tiles(S, E, x.dtype, shared_limit)
-    inner = torch.empty(S, I, dtype=x.dtype, device=x.device)
-    rows = torch.empty(S, H, dtype=result_dtype(x.dtype), device=x.device)
-    pairs, ends, list_of_tiles, most_tiles = group_pairs(ids.view(-1), E, first.BM)
-    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    grouping = plan_grouping(S, E, first.BM, device)
+    most_tiles = grouping.most_tiles
     precision = "tf32" if tf32 else "ieee"
 
-    p_gate: Any = up.first
-    p_up: Any = up.second
-    blocks = describe_up(up, order, first) if first.tma else None
-    if blocks:
-        order, p_gate, p_up = blocks
-    _up_product(
-        (most_tiles * cdiv(I, first.BN), 1, 1),
-        (x, pairs, ends, list_of_tiles, p_gate, p_up, up.bias_first, up.bias_second, inner, most_tiles, H, I, K,
-         *x.stride(), *up.strides, up.offset, *up.bias_strides, up.bias_offset),
+    blocks = blocks_of_up(up, order, first) if first.tma else None
+    order = blocks[0] if blocks else order
+    up_step = Step(
+        _up_product, (most_tiles * cdiv(I, first.BN), 1, 1),
+        (most_tiles, H, I, K, *x.stride(), *up.strides, up.offset, *up.bias_strides, up.bias_offset),
         (first.BM, first.BN, first.BK, first.group, first.halve, order, up.bias_first is not None, H % first.BK == 0,
          I % first.BN == 0, precision, blocks is not None, up.strides[2] == 1, *gate),
         first.warps, first.stages, device,
     )  # fmt: skip
-
-    p_inner: Any = inner
-    p_down: Any = down.first
-    copies = describe_down(inner, down, second) if second.tma else None
-    if copies:
-        p_inner, p_down = copies
+    copies = blocks_of_down(down, S, second) if second.tma else None
     most = most_tiles * cdiv(H, second.BN)
-    _down_product(
-        (min(most, num_processors) if copies else most, 1, 1),
-        (p_inner, pairs, ends, list_of_tiles, p_down, down.bias_first, routing, rows, most_tiles, H, I, *down.strides,
-         *down.bias_strides),
+    down_step = Step(
+        _down_product, (min(most, num_processors) if copies else most, 1, 1),
+        (most_tiles, H, I, *down.strides, *down.bias_strides),
         (second.BM, second.BN, second.BK, second.group, down.bias_first is not None, I % second.BK == 0,
          H % second.BN == 0, precision, copies is not None, down.strides[2] == 1),
         second.warps, second.stages, device,
     )  # fmt: skip
     block = min(1024, next_power_of_2(H))
-    _combine((T, cdiv(H, block), 1), (rows, ids, out, E, H), (K, block), 4, 3, device)
+    return ManyTokens(
+        inner=(S, I),
+        rows=(S, H),
+        grouping=grouping,
+        first=up_step,
+        up_blocks=blocks[1:] if blocks else None,
+        second=down_step,
+        down_blocks=copies,
+        last=Step(_combine, (T, cdiv(H, block), 1), (E, H), (K, block), 4, 3, device),
+    )
 
 
 @functools.cache

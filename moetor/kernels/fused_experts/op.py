@@ -1,6 +1,7 @@
 """The layer as a function and as an operator, and the choice between its two ways."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +9,14 @@ from torch import Tensor
 from ...core.activation import Activation
 from ..library import define
 from . import table
-from .few_tokens import few_tokens
-from .many_tokens import many_tokens
-from .operands import matrices
+from .few_tokens import FewTokens, plan_few_tokens
+from .many_tokens import ManyTokens, plan_many_tokens
+from .operands import Call
+
+# How each call is run is worked out once for its shapes: at one token the kernels take 20 µs, and
+# working out their arguments anew would take longer. A layer has one for each number of tokens.
+_PLANS: dict[tuple[Any, ...], FewTokens | ManyTokens] = {}
+_MOST_PLANS = 4096
 
 
 def fused_experts(
@@ -55,16 +61,35 @@ def _fused_experts(
         return out
     # in the order of gate.apply_gate; one kernel is compiled for each gate
     gate = (kind, gated, alpha, limit, limit_after, up_offset, gate_softcap, up_softcap)
-    ids, routing = ids.contiguous(), routing.contiguous()
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    call = Call(x, ids.contiguous(), routing.contiguous(), up, up_bias, down, down_bias, gated, interleaved)
+    key = (*_signature(call), gate, tf32)
+    plan = _PLANS.get(key)
     with _on(x):
-        if x.shape[0] <= table.FEW_TOKENS:
-            few_tokens(x, ids, routing, up, up_bias, down, down_bias, out, interleaved, gate)
-        else:
-            first = matrices(up, up_bias, gated, interleaved)
-            second = matrices([down], [] if down_bias is None else [down_bias], False, False)
-            order = "single" if not gated else "interleaved" if interleaved else "apart" if len(up) > 1 else "stacked"
-            many_tokens(x, ids, routing, first, second, out, gate, order)
+        if plan is not None:
+            plan.run(call, out)
+            return out
+        few = x.shape[0] <= table.FEW_TOKENS
+        plan = plan_few_tokens(call, gate) if few else plan_many_tokens(call, gate, tf32)
+        plan.run(call, out)
+    if plan.ready:  # Triton's interpreter compiles nothing
+        if len(_PLANS) >= _MOST_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan  # only now: another thread may look
     return out
+
+
+def _signature(call: Call) -> tuple[Any, ...]:
+    """All that a plan depends on, but the gate."""
+    x, ids, routing = call.x, call.ids, call.routing
+    weights = [*call.up, *call.up_bias, call.down]
+    if call.down_bias is not None:
+        weights.append(call.down_bias)
+    return (
+        x.device.index, x.shape, x.stride(), x.dtype, ids.shape, ids.dtype, routing.dtype, call.interleaved,
+        len(call.up), len(call.up_bias), *[(w.dtype, w.shape, w.stride()) for w in weights],
+        *[tensor.data_ptr() % 16 for tensor in (x, ids, routing, *weights)],
+    )  # fmt: skip
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

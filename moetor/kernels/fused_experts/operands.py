@@ -1,4 +1,4 @@
-"""One product's matrices as a kernel sees them: tensors, and numbers to find a column in them."""
+"""A call's tensors, and one product's matrices as a kernel sees them."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,35 @@ class Matrices:
     bias_offset: int
 
 
-def matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleaved: bool) -> Matrices:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The tensors of one call, as `op.fused_experts` takes them; ids and routing contiguous."""
+
+    x: Tensor
+    ids: Tensor
+    routing: Tensor
+    up: list[Tensor]
+    up_bias: list[Tensor]
+    down: Tensor
+    down_bias: Tensor | None
+    gated: bool
+    interleaved: bool
+
+    @property
+    def order(self) -> str:
+        """How gate and up columns lie: "stacked" or "interleaved" in one tensor, "apart" in two, "single": no gate."""
+        if not self.gated:
+            return "single"
+        return "interleaved" if self.interleaved else "apart" if len(self.up) > 1 else "stacked"
+
+    def first(self) -> Matrices:
+        return _matrices(self.up, self.up_bias, self.gated, self.interleaved)
+
+    def second(self) -> Matrices:
+        return _matrices([self.down], [] if self.down_bias is None else [self.down_bias], False, False)
+
+
+def _matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleaved: bool) -> Matrices:
     whole, second = stored[0], stored[-1]
     N = whole.shape[1]
     outer, row, column = whole.stride()
