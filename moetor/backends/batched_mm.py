@@ -9,6 +9,7 @@ from ..core.interface import Backend, Call
 from ..core.routing import keep_pair_order
 from ..core.weights import ExpertWeights, Weight
 from ..kernels.gathered_matmul import gathered_matmul
+from ..quantization import gathered_product
 from .stacked import stacked_forward
 from .stacked import why_not as stacked_why_not
 
@@ -17,9 +18,9 @@ GATHER_BYTES = int(os.environ.get("MOETOR_GATHER_BYTES", 2**30))
 
 
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
-    if reason := stacked_why_not(weights):
+    if reason := stacked_why_not(weights, call):
         return reason
-    if call.compiling and (size := gathered_bytes(weights, call)) > GATHER_BYTES:
+    if call.compiling and not weights.quantized and (size := gathered_bytes(weights, call)) > GATHER_BYTES:
         return (
             f"would gather {size / 2**20:.0f} MiB at once while compiling, more than {GATHER_BYTES / 2**20:.0f} MiB;"
             " MOETOR_GATHER_BYTES raises the bound"
@@ -37,6 +38,8 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
     expert_S, no_expert_S = order.expert_S, order.no_expert_S()
 
     def product(x_SK: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+        if weights.quantized:
+            return gathered_product(x_SK, weight, expert_S, dtype, GATHER_BYTES)
         return gathered_matmul(x_SK, weight.stack_ENK(), expert_S, no_expert_S, dtype, GATHER_BYTES)
 
     return stacked_forward(product, weights, hidden_states, top_k_weights, order)

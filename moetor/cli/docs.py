@@ -15,7 +15,7 @@ import typer.cli
 from ..core.interface import Backend, Call, ExpertsInterface
 from ..core.weights import ExpertWeights
 from . import app
-from .example import DTYPES, LAYOUTS, PLAIN, Layout, make_example
+from .example import DTYPES, LAYOUTS, PLAIN, QUANTIZED, Layout, make_example
 from .terminal import err, errors_in_one_line, fail
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class Question:
     """One row: a call to ask every backend about.
 
     Attributes:
-        kind: "dtype", "layout" or "situation".
+        kind: "dtype", "layout", "format" or "situation".
         name: as the row is called.
     """
 
@@ -74,6 +74,7 @@ def questions(device: torch.device) -> list[Question]:
 
     rows = [ask("dtype", _word(dtype), dtype) for dtype in DTYPES]
     rows += [ask("layout", name, LAYOUT_DTYPE, layout) for name, layout in LAYOUTS.items()]
+    rows += [ask("format", name, LAYOUT_DTYPE, layout) for name, layout in QUANTIZED.items()]
     rows.append(ask("situation", "torch.compile", LAYOUT_DTYPE, compiling=True))
     if device.type == "cuda":
         rows.append(ask("situation", "CUDA graph capture", LAYOUT_DTYPE, capturing=True))
@@ -92,8 +93,8 @@ def backends_page() -> str:
     lines += [
         "",
         "A name means that backend or an error; `auto` is never refused where one of the others runs. What follows is",
-        "what each backend answers when it is asked: dense weights in each dtype, then each layout in",
-        f"{_word(LAYOUT_DTYPE)}. What it needs of the machine besides, `moetor doctor` says there.",
+        "what each backend answers when it is asked: dense weights in each dtype, then each layout and each quantised",
+        f"format in {_word(LAYOUT_DTYPE)}. What it needs of the machine besides, `moetor doctor` says there.",
     ]
     for title, device in DEVICES.items():
         lines += ["", f"## On {title}", "", *_device_table(device)]
@@ -133,6 +134,8 @@ def readme_table() -> str:
         refused = dict.fromkeys(
             q.name for rows in at_home for q in rows if q.kind != "dtype" and backend.why_not(q.weights, q.call)
         )
+        if refused.keys() >= QUANTIZED.keys():
+            refused = dict.fromkeys("quantised experts" if name in QUANTIZED else name for name in refused)
         cells = [f"`{backend.name}`", backend.summary, *dtypes, "; ".join(refused) or "nothing"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

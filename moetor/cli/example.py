@@ -9,6 +9,7 @@ from torch import Tensor
 from ..core.activation import Activation
 from ..core.interface import Call, describe_call
 from ..core.weights import ExpertWeights, Weight
+from ..quantization import quantize_experts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -115,4 +116,23 @@ LAYOUTS: dict[str, Layout] = {
     "a norm after the second product": lambda weights: replace(weights, after_down=torch.nn.functional.normalize),
     "one tensor an expert": _list,
     TRAINING: _training,
+}
+
+
+def _quantized(format: str) -> Layout:
+    def layout(weights: ExpertWeights) -> ExpertWeights:
+        static = torch.ones(weights.num_experts, device=weights.device)
+        return quantize_experts(weights, format, (static, static))
+
+    return layout
+
+
+QUANTIZED: dict[str, Layout] = {
+    "FP8 in blocks of 128 × 128": _quantized("fp8"),
+    "FP8 in blocks, scales e8m0": _quantized("fp8_e8m0"),
+    "FP8 per tensor": _quantized("fp8_tensor"),
+    "FP8 per tensor, static activations": _quantized("fp8_tensor_static"),
+    "FP8 weights only": _quantized("fp8_weights"),
+    "MXFP4 weights only": _quantized("mxfp4"),
+    "MXFP4 with FP8 activations": _quantized("mxfp4_dynamic"),
 }

@@ -12,12 +12,15 @@ from .activations import round_activations
 from .experts import dequantize_experts, quantize_experts, split_gate_up, weight_of_blocks
 from .linear import compute_dtype, frozen_why_not, quantized_product
 from .matrices import dequantize, quantize
+from .products import gathered_product, grouped_product
 
 __all__ = [
     "compute_dtype",
     "dequantize",
     "dequantize_experts",
     "frozen_why_not",
+    "gathered_product",
+    "grouped_product",
     "quantize",
     "quantize_experts",
     "quantized_product",
