@@ -44,7 +44,8 @@ def plan_few_tokens(call: Call, gate: tuple[Any, ...]) -> FewTokens:
         first=Step(
             _up_vector, (cdiv(up.N, first.BN), T * K, 1),
             (E, H, up.N, K, *call.x.stride(), *up.strides, up.offset, *up.bias_strides, up.bias_offset),
-            (first.BN, first.BK, first.stages, bool(call.up_bias), H % first.BK == 0, *gate), first.warps, 3, device,
+            (first.BN, first.BK, first.stages, call.order == "interleaved", bool(call.up_bias), H % first.BK == 0,
+             *gate), first.warps, 3, device,
         ),
         second=Step(
             _down_vector, (cdiv(H, second.BN), T, 1), (E, H, up.N, *down.strides, *down.bias_strides),

@@ -17,7 +17,7 @@ def up_vector(
     num_experts, hidden, inner, top_k,
     stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr,
     UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
 ):  # fmt: skip
@@ -29,23 +29,37 @@ def up_vector(
     m_columns = columns < inner
     k = tl.arange(0, BK)
     p_a = p_x + (pair // top_k).to(tl.int64) * stride_xt + k * stride_xh
-    o_w = expert * stride_we + columns[:, None] * stride_wn + k[None, :] * stride_wk
-    p_g = p_gate + o_w
-    p_u = p_up + o_up + o_w
-    gate_acc = tl.zeros([BN, BK], tl.float32)
-    up_acc = tl.zeros([BN, BK], tl.float32)
-    for start in tl.range(0, hidden, BK, num_stages=STAGES):
-        m_k = start + k < hidden
-        m_w = m_columns[:, None] if EVEN_K else m_columns[:, None] & m_k[None, :]
-        a = tl.load(p_a + start * stride_xh) if EVEN_K else tl.load(p_a + start * stride_xh, mask=m_k, other=0.0)
-        a = a.to(tl.float32)
-        g = tl.load(p_g + start * stride_wk, mask=m_w, other=0.0)
-        gate_acc += g.to(tl.float32) * a[None, :]
-        if GATED:
-            u = tl.load(p_u + start * stride_wk, mask=m_w, other=0.0)
-            up_acc += u.to(tl.float32) * a[None, :]
-    gate = tl.sum(gate_acc, 1)
-    up = tl.sum(up_acc, 1)
+    if INTERLEAVED:
+        # gate and up columns are neighbours in memory: read as they lie, told apart at the end
+        stored = tl.program_id(0) * (2 * BN) + tl.arange(0, 2 * BN)
+        m_stored = stored < 2 * inner
+        p_w = p_gate + expert * stride_we + stored.to(tl.int64)[:, None] * o_up + k[None, :] * stride_wk
+        acc = tl.zeros([2 * BN, BK], tl.float32)
+        for start in tl.range(0, hidden, BK, num_stages=STAGES):
+            m_k = start + k < hidden
+            m_w = m_stored[:, None] if EVEN_K else m_stored[:, None] & m_k[None, :]
+            a = tl.load(p_a + start * stride_xh) if EVEN_K else tl.load(p_a + start * stride_xh, mask=m_k, other=0.0)
+            w = tl.load(p_w + start * stride_wk, mask=m_w, other=0.0)
+            acc += w.to(tl.float32) * a.to(tl.float32)[None, :]
+        gate, up = tl.split(tl.reshape(tl.sum(acc, 1), [BN, 2]))
+    else:
+        o_w = expert * stride_we + columns[:, None] * stride_wn + k[None, :] * stride_wk
+        p_g = p_gate + o_w
+        p_u = p_up + o_up + o_w
+        gate_acc = tl.zeros([BN, BK], tl.float32)
+        up_acc = tl.zeros([BN, BK], tl.float32)
+        for start in tl.range(0, hidden, BK, num_stages=STAGES):
+            m_k = start + k < hidden
+            m_w = m_columns[:, None] if EVEN_K else m_columns[:, None] & m_k[None, :]
+            a = tl.load(p_a + start * stride_xh) if EVEN_K else tl.load(p_a + start * stride_xh, mask=m_k, other=0.0)
+            a = a.to(tl.float32)
+            g = tl.load(p_g + start * stride_wk, mask=m_w, other=0.0)
+            gate_acc += g.to(tl.float32) * a[None, :]
+            if GATED:
+                u = tl.load(p_u + start * stride_wk, mask=m_w, other=0.0)
+                up_acc += u.to(tl.float32) * a[None, :]
+        gate = tl.sum(gate_acc, 1)
+        up = tl.sum(up_acc, 1)
     if HAS_BIAS:
         o_b = expert * stride_be + columns * stride_bn
         gate += tl.load(p_gate_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)
