@@ -23,7 +23,7 @@ CHUNK = 128
 
 @triton.jit
 def _group(
-    p_ids, p_pairs, p_ends, p_tiles, num_pairs, num_experts, most_tiles,
+    p_ids, p_pairs, p_tiles, num_pairs, num_experts, most_tiles,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -34,7 +34,6 @@ def _group(
         ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
         counts += _histogram(ids, num_experts, EXPERTS)
     row = tl.sum(tl.where(experts < expert, counts, 0))
-    tl.store(p_ends + expert, tl.sum(tl.where(experts <= expert, counts, 0)))
     write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM, EXPERTS)
     for start in range(0, num_pairs, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -77,15 +76,14 @@ def _total(p_counts, p_totals, num_experts, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _place(
-    p_bases, p_totals, p_ends, p_tiles, num_experts, num_chunks, most_tiles,
+    p_bases, p_totals, p_tiles, num_experts, num_chunks, most_tiles,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Counts of one expert become the row of its first pair of each chunk; its end and tiles beside."""
+    """Counts of one expert become the row of its first pair of each chunk; its tiles beside."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(p_totals + experts, mask=experts < num_experts, other=0)
     row = tl.sum(tl.where(experts < expert, totals, 0))
-    tl.store(p_ends + expert, tl.sum(tl.where(experts <= expert, totals, 0)))
     write_tiles(p_tiles, totals, expert, num_experts, most_tiles, BM, EXPERTS)
     for first in range(0, num_chunks, CHUNKS):
         chunks = first + tl.arange(0, CHUNKS)
@@ -119,9 +117,9 @@ class Grouping:
     """Pairs by expert, and each expert's rows cut into tiles: the plan for a number of pairs, in one buffer.
 
     The buffer (int32) holds, each from a multiple of 16 bytes on:
-        pairs_S: the first ends_E[-1] are the pairs in expert order, the rest is not written.
-        ends_E: one past the last row of each expert.
-        tiles: 2N + 1 numbers: expert and first row of each tile; how many there are, at 2N.
+        pairs_S: those of an expert first, in expert order; the rest is not written.
+        tiles: 3N + 1 numbers: expert, first row, and end of the expert's rows, of each tile; how many
+            there are, at 3N.
         bases, totals: of the way in four launches.
 
     Attributes:
@@ -129,8 +127,8 @@ class Grouping:
         starts: where each part of the buffer begins.
         steps: one launch, or four.
 
-    With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -], ends [1, 3],
-    tiles [0, 0, 1, 1, 1, 2, …, 3].
+    With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -] and tiles
+    [0, 0, 1,  1, 1, 3,  1, 2, 3,  …, 3].
     """
 
     most_tiles: int
@@ -145,16 +143,16 @@ class Grouping:
         else:
             address = buffer.data_ptr()
             parts = [address + 4 * start for start in self.starts[:-1]]
-        pairs, ends, tiles, bases, totals = parts
+        pairs, tiles, bases, totals = parts
         if len(self.steps) == 1:
-            self.steps[0].launch(ids_S, pairs, ends, tiles)
+            self.steps[0].launch(ids_S, pairs, tiles)
         else:
             count, total, place, scatter = self.steps
             count.launch(ids_S, bases)
             total.launch(bases, totals)
-            place.launch(bases, totals, ends, tiles)
+            place.launch(bases, totals, tiles)
             scatter.launch(ids_S, bases, pairs)
-        return buffer, parts[:3]
+        return buffer, parts[:2]
 
 
 def plan_grouping(S: int, E: int, tile_rows: int, device: int) -> Grouping:
@@ -166,7 +164,7 @@ def plan_grouping(S: int, E: int, tile_rows: int, device: int) -> Grouping:
     most_tiles = cdiv(S, tile_rows) + min(E, S)
     chunks = cdiv(S, CHUNK) if S > ONE_LAUNCH else 0
     starts = [0]
-    for length in (S, E, 2 * most_tiles + 1, chunks * E, E if chunks else 0):
+    for length in (S, 3 * most_tiles + 1, chunks * E, E if chunks else 0):
         starts.append(starts[-1] + cdiv(length, 4) * 4)
     experts = max(32, next_power_of_2(E))
     if not chunks:

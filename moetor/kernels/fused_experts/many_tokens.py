@@ -44,7 +44,7 @@ class ManyTokens:
 
     def run(self, call: Call, out: Tensor) -> None:
         x = call.x
-        _buffer, (pairs, ends, list_of_tiles) = self.grouping.run(call.ids.view(-1))
+        _buffer, (pairs, list_of_tiles) = self.grouping.run(call.ids.view(-1))
         inner = torch.empty(self.inner, dtype=x.dtype, device=x.device)
         gate: Any = call.up[0]
         up: Any = call.up[-1]
@@ -52,14 +52,14 @@ class ManyTokens:
             gate = self.up_blocks[0].of(gate)
             up = gate if self.up_blocks[0] is self.up_blocks[1] else self.up_blocks[1].of(up)
         bias, second_bias = (call.up_bias[0], call.up_bias[-1]) if call.up_bias else (None, None)
-        self.first.launch(x, pairs, ends, list_of_tiles, gate, up, bias, second_bias, inner)
+        self.first.launch(x, pairs, list_of_tiles, gate, up, bias, second_bias, inner)
 
         rows = torch.empty(self.rows, dtype=result_dtype(x.dtype), device=x.device)
         p_inner: Any = inner
         down: Any = call.down
         if self.down_blocks:
             p_inner, down = self.down_blocks[0].of(inner), self.down_blocks[1].of(down)
-        self.second.launch(p_inner, pairs, ends, list_of_tiles, down, call.down_bias, call.routing, rows)
+        self.second.launch(p_inner, pairs, list_of_tiles, down, call.down_bias, call.routing, rows)
         self.last.launch(rows, call.ids, out)
 
 

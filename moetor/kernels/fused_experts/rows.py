@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM: tl.constexpr, EXPERTS: tl.constexpr):
-    """One expert's part of the list of tiles: (expert, first row) of each, and the length at 2 · most_tiles.
+    """One expert's part of the list of tiles: (expert, first row, end of its rows), and the length at 3 · most_tiles.
 
     Args:
         counts: (EXPERTS,) rows of every expert.
@@ -16,13 +16,15 @@ def write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM: tl.constex
     row = tl.sum(tl.where(experts < expert, counts, 0))
     first = tl.sum(tl.where(experts < expert, tiles, 0))
     own = tl.sum(tl.where(experts == expert, tiles, 0))
+    end = row + tl.sum(tl.where(experts == expert, counts, 0))
     for start in range(0, own, 32):
         tile = start + tl.arange(0, 32)
-        p_tile = p_tiles + 2 * (first + tile)
+        p_tile = p_tiles + 3 * (first + tile)
         tl.store(p_tile, expert + tl.zeros_like(tile), mask=tile < own)
         tl.store(p_tile + 1, row + tile * BM, mask=tile < own)
+        tl.store(p_tile + 2, end + tl.zeros_like(tile), mask=tile < own)
     if expert == num_experts - 1:
-        tl.store(p_tiles + 2 * most_tiles, first + own)
+        tl.store(p_tiles + 3 * most_tiles, first + own)
 
 
 @triton.jit
@@ -35,7 +37,7 @@ def tile_of_program(program, num_tiles, blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rows_of_tile(p_tiles, p_ends, tile):
+def rows_of_tile(p_tiles, tile):
     """The expert of a row tile, its first row, and the end of the expert's rows."""
-    expert = tl.load(p_tiles + 2 * tile)
-    return expert, tl.load(p_tiles + 2 * tile + 1), tl.load(p_ends + expert)
+    p_tile = p_tiles + 3 * tile
+    return tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2)

@@ -122,7 +122,7 @@ def _up_tile(
 
 @triton.jit
 def up_product(
-    p_x, p_pairs, p_ends, p_tiles, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
+    p_x, p_pairs, p_tiles, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
     most_tiles, hidden, inner, top_k,
     stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALVE: tl.constexpr,
@@ -131,12 +131,12 @@ def up_product(
     KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr,
     UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = tl.load(p_tiles + 2 * most_tiles)
+    num_tiles = tl.load(p_tiles + 3 * most_tiles)
     blocks = tl.cdiv(inner, BN)
     if tl.program_id(0) >= num_tiles * blocks:
         return
     tile, block = tile_of_program(tl.program_id(0), num_tiles, blocks, GROUP)
-    expert, first, end = rows_of_tile(p_tiles, p_ends, tile)
+    expert, first, end = rows_of_tile(p_tiles, tile)
     # An expert's last tile is half empty on average; half a tile does for it every other time.
     if HALVE and end - first <= BM // 2:
         _up_tile(
@@ -158,20 +158,20 @@ def up_product(
 
 @triton.jit
 def down_product(
-    p_inner, p_pairs, p_ends, p_tiles, p_down, p_bias, p_routing, p_rows,
+    p_inner, p_pairs, p_tiles, p_down, p_bias, p_routing, p_rows,
     most_tiles, hidden, inner,
     stride_we, stride_wn, stride_wk, stride_be, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = tl.load(p_tiles + 2 * most_tiles)
+    num_tiles = tl.load(p_tiles + 3 * most_tiles)
     blocks = tl.cdiv(hidden, BN)
     k = tl.arange(0, BK)
     # With the copy engine, one program a multiprocessor: the next tile's blocks arrive while this one's are stored.
     for program in tl.range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0), flatten=TMA):
         tile, block = tile_of_program(program, num_tiles, blocks, GROUP)
-        expert, first, end = rows_of_tile(p_tiles, p_ends, tile)
+        expert, first, end = rows_of_tile(p_tiles, tile)
         rows = first + tl.arange(0, BM)
         m_rows = rows < end
         columns = block * BN + tl.arange(0, BN)
