@@ -27,6 +27,7 @@ from ...backends.auto import few_pairs
 from ...core.weights import ExpertWeights
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key
+from .offload import execution_device
 from .top_k import top_k_of
 
 PREFILL, DECODE = "grouped_mm", "batched_mm"
@@ -98,15 +99,16 @@ def switches_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def running(module: nn.Module, name: str, weights: ExpertWeights, num_pairs: int) -> str:
+def running(module: nn.Module, name: str, weights: ExpertWeights, num_pairs: int, device: torch.device) -> str:
     """The backend that runs a call of this module, given its own: another one only in the decode phase.
 
     Args:
         num_pairs: S, tokens times experts of each.
+        device: that the call runs on.
     """
     if name != PREFILL or not _decoding(module):
         return name
-    return DECODE if switches_on(weights.device) and num_pairs <= few_pairs(weights) else name
+    return DECODE if switches_on(device) and num_pairs <= few_pairs(weights) else name
 
 
 def shown(module: nn.Module) -> str:
@@ -114,12 +116,14 @@ def shown(module: nn.Module) -> str:
     name = backend_of(module)
     if forward.OVERRIDE or name != PREFILL or not _decoding(module):
         return name
-    return running(module, name, experts_of(module), _thread.pairs[module.__dict__[_GROUP].name])
+    weights = experts_of(module)
+    num_pairs = _thread.pairs[module.__dict__[_GROUP].name]
+    return running(module, name, weights, num_pairs, execution_device(module, weights.device))
 
 
-def explanation(name: str, weights: ExpertWeights, top_k: int) -> str | None:
+def explanation(name: str, weights: ExpertWeights, top_k: int, device: torch.device) -> str | None:
     """What the decode phase changes for experts of this backend, in words; None: nothing."""
-    if name != PREFILL or forward.OVERRIDE or not switches_on(weights.device):
+    if name != PREFILL or forward.OVERRIDE or not switches_on(device):
         return None
     if _OFF or _thread.kept:
         return f"{PREFILL}, the switch to {DECODE} is off"

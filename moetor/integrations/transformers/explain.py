@@ -11,6 +11,7 @@ from ...core.interface import Call, ExpertsInterface, Explanation
 from . import decode
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key
+from .offload import execution_device
 from .top_k import top_k_of
 
 # A token of decoding and a prompt.
@@ -98,18 +99,18 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
     parts = []
     for key, modules in experts_by_key(model).items():
         weights, name = experts_of(modules[0]), backend_of(modules[0])
+        device = execution_device(modules[0], weights.device)
+        place = f"{device}, offloaded" if device != weights.device else f"{device}"
         top_k = min(top_k_of(configs[key]), weights.num_experts)
         gate = weights.activation.kind + (" with clamps or soft-caps" if not weights.activation.plain else "")
         about = (
             f"{weights.num_experts} experts, top {top_k}, {weights.hidden_size} to {weights.intermediate_size},"
-            f" {str(weights.dtype).removeprefix('torch.')} on {weights.device}, {gate if weights.gated else 'no'} gate"
+            f" {str(weights.dtype).removeprefix('torch.')} on {place}, {gate if weights.gated else 'no'} gate"
         )
         by_tokens = {}
         for tokens in _TOKENS:
-            call = Call(
-                tokens, top_k, weights.hidden_size, weights.dtype, weights.device, needs_grad=torch.is_grad_enabled()
-            )
+            call = Call(tokens, top_k, weights.hidden_size, weights.dtype, device, needs_grad=torch.is_grad_enabled())
             by_tokens[tokens] = ExpertsInterface.explain(weights, call, forward.OVERRIDE or name)
-        decoding = decode.explanation(name, weights, top_k)
+        decoding = decode.explanation(name, weights, top_k, device)
         parts.append(PartExplanation(key, len(modules), about, by_tokens, decoding))
     return ModelExplanation(type(model).__name__, tuple(parts))

@@ -37,7 +37,8 @@ def run_experts(
         raise InvalidInput(f"{type(module).__name__} needs the chosen experts and their weights of each token")
     experts = experts_of(module)
     name = module.__dict__.get(CHOICE) or backend_of(module)
-    return experts_forward(experts, hidden_states, index, weights, decode.running(module, name, experts, index.numel()))
+    backend = decode.running(module, name, experts, index.numel(), hidden_states.device)
+    return experts_forward(experts, hidden_states, index, weights, backend)
 
 
 class ExpertsMethods:
