@@ -5,7 +5,7 @@ its config that names ours. The class of the model and of every nested model is 
 subclass of the same name with the methods below; the subclass is made anew by unpickling.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from . import decode, log
 from .adapters import experts_of
 from .choice import CHOICE, SEAM, Choice, backend_of, current, plan, set_backend
 from .explain import ModelExplanation, explain_model
+from .state_dict import as_model_has_it
 
 
 def run_experts(
@@ -69,6 +70,15 @@ class ExpertsMethods:
     def explain_experts(self: Any) -> ModelExplanation:
         """What runs where, and why every other backend does not."""
         return explain_model(self)
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in PyTorch; a dict with one tensor per expert, as files have it, is stacked first.
+
+        Raises:
+            CheckpointError: see `state_dict.as_model_has_it`.
+        """
+        whole = as_model_has_it(self, type(self)._moetor_base, state_dict)
+        return super().load_state_dict(whole, strict=strict, assign=assign)  # type: ignore[misc]
 
     @contextmanager
     def _optimize_model_for_decode(self: Any) -> Iterator[None]:
