@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from .errors import InvalidInput
 
+# Others, as DTensor or what a library packs, have no memory that can be read like this.
+_PLAIN = (Tensor, nn.Parameter)
+
 
 def stack_experts(model: nn.Module) -> nn.Module:
     """Move the weights of experts that are modules of their own into one tensor a layer.
@@ -114,19 +117,21 @@ def _move(rows: list[list[nn.Parameter]]) -> None:
 def _equally_spaced(tensors: Sequence[Tensor]) -> bool:
     """Whether tensor e lies e steps behind the first, in the same memory."""
     first = tensors[0]
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors) or first.is_meta:
+    if type(first) not in _PLAIN or first.is_meta:
         return False
-    start, step = first.data_ptr(), _step_bytes(tensors)
+    step = _step_bytes(tensors)
     if step <= 0 or step % first.element_size():
         return False
-    for index, tensor in enumerate(tensors):
-        if tensor.data_ptr() != start + index * step:
+    address, shape, stride, dtype = first.data_ptr(), first.shape, first.stride(), first.dtype
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.data_ptr() != address:
             return False
-        if tensor.shape != first.shape or tensor.stride() != first.stride() or tensor.dtype != first.dtype:
+        if tensor.shape != shape or tensor.stride() != stride or tensor.dtype != dtype:
             return False
+        address += step
     # what starts inside the first one's memory lies in it, as all are alive; two allocations may be equally spaced, too
     storage = first.untyped_storage()
-    return start + (len(tensors) - 1) * step < storage.data_ptr() + storage.nbytes()
+    return address - step < storage.data_ptr() + storage.nbytes()
 
 
 def _step_bytes(tensors: Sequence[Tensor]) -> int:

@@ -4,7 +4,7 @@ Importing this registers "moetor" among transformers' experts functions, so that
 `experts_implementation`; and "moetor:eager" and so on, one for each backend of ours.
 """
 
-from .adapters import experts_of
+from .adapters import Adapter, experts_of, register_adapter
 from .auto import (
     AutoModel,
     AutoModelForCausalLM,
@@ -16,6 +16,7 @@ from .decode import without_decode_switch
 from .methods import attach
 
 __all__ = [
+    "Adapter",
     "AutoModel",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -23,5 +24,6 @@ __all__ = [
     "AutoModelForSeq2SeqLM",
     "attach",
     "experts_of",
+    "register_adapter",
     "without_decode_switch",
 ]

@@ -6,7 +6,6 @@ The choice is a string on each experts module and nowhere else, so that models w
 config object do not share it.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,12 +15,11 @@ from transformers import PreTrainedModel
 
 from ...core.errors import BackendUnavailable, InvalidInput, unknown_name
 from ...core.interface import ExpertsInterface
-from .adapters import facts_of, is_experts
+from .adapters import SEAM, facts_of, install, is_experts, runner_of
 
 Choice = str | Mapping[str, str]
 
 CHOICE = "_moetor_choice"
-SEAM = "moetor"
 
 
 def require_known(choice: Choice) -> None:
@@ -34,18 +32,26 @@ def require_known(choice: Choice) -> None:
             raise BackendUnavailable(f"experts backend {name!r} cannot run on this machine: {listed}")
 
 
-def plan(model: PreTrainedModel, choice: Choice) -> list[tuple[nn.Module, str]]:
+def plan(model: PreTrainedModel, choice: Choice, otherwise: str | None = None) -> list[tuple[nn.Module, str]]:
     """Every experts module that the choice reaches, with its backend; nothing is changed.
+
+    Args:
+        otherwise: the backend of those that it does not reach and nobody chose one for before.
+
+    Experts that moetor cannot read accept only "eager", which leaves them to transformers: they are
+    not in the result.
 
     Raises:
         UnknownBackend: an unknown backend, or an unknown key.
         BackendUnavailable: a backend that no device of this machine can run.
-        InvalidInput: a backend other than eager for a part without experts.
+        InvalidInput: a backend other than eager for a part without experts, or for experts that
+            moetor cannot read.
     """
     require_known(choice)
     wanted = _as_dict(choice)
     experts = experts_by_key(model)
     keys = config_keys(model.config)
+    name: str | None
     for key, name in wanted.items():
         if key not in keys:
             raise unknown_name("sub-config", key, [known or '""' for known in keys])
@@ -56,23 +62,34 @@ def plan(model: PreTrainedModel, choice: Choice) -> list[tuple[nn.Module, str]]:
     planned = []
     for own, modules in experts.items():
         reaching = [key for key in wanted if _under(own, key)]
-        if reaching:
-            planned += [(module, wanted[max(reaching, key=len)]) for module in modules]
-    for module, _ in planned:
-        facts_of(module)  # a module that cannot be read is refused before any is changed
+        name = wanted[max(reaching, key=len)] if reaching else otherwise
+        for module in modules:
+            if name is None or (not reaching and CHOICE in module.__dict__):
+                continue
+            if reason := unreadable(module):
+                if name == "eager":
+                    continue
+                raise InvalidInput(
+                    f"{reason}; experts_implementation='eager' leaves it to transformers"
+                )  # before any module is changed
+            planned.append((module, name))
     return planned
+
+
+def unreadable(module: nn.Module) -> str | None:
+    """Why moetor cannot run one experts module, or None."""
+    try:
+        facts_of(module)
+    except InvalidInput as error:
+        return str(error)
+    return None
 
 
 def set_backend(module: nn.Module, name: str) -> None:
     """Send one experts module through moetor, by the backend of this name."""
     facts_of(module)
+    install(module)
     module.__dict__[CHOICE] = name
-    config: Any = module.config
-    if config._experts_implementation_internal != SEAM:
-        # The module's own copy: the model's config, which others may share, is left as it is.
-        own = copy.copy(config)
-        own._experts_implementation_internal = SEAM
-        module.config = own
 
 
 def backend_of(module: nn.Module) -> str:
@@ -80,12 +97,11 @@ def backend_of(module: nn.Module) -> str:
 
     A model that nobody attached has it from transformers: "moetor" is auto, "moetor:eager" is eager.
     """
-    config: Any = module.config
-    theirs: str = config._experts_implementation_internal or "eager"
-    if theirs == SEAM:
+    runner = runner_of(module)
+    if runner == SEAM:
         ours: str = module.__dict__.get(CHOICE, "auto")
         return ours
-    return theirs.removeprefix(f"{SEAM}:")
+    return runner.removeprefix(f"{SEAM}:")
 
 
 def current(model: PreTrainedModel, name_of: Callable[[nn.Module], str] = backend_of) -> dict[str, str]:

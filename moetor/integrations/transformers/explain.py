@@ -10,7 +10,7 @@ from ... import forward
 from ...core.interface import Call, ExpertsInterface, Explanation
 from . import decode
 from .adapters import experts_of
-from .choice import backend_of, config_keys, experts_by_key
+from .choice import backend_of, config_keys, experts_by_key, unreadable
 from .offload import execution_device
 from .top_k import top_k_of
 
@@ -38,6 +38,8 @@ class PartExplanation:
 
     def line(self) -> str:
         """What runs, in some words; numbers of tokens are told only where they decide."""
+        if not self.by_tokens:
+            return f"{self.key or 'experts'} {self.about} ({self.layers} layers)"
         requested = next(iter(self.by_tokens.values())).requested
         by_name: dict[str, list[str]] = {}
         for tokens, why in self.by_tokens.items():
@@ -98,6 +100,9 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
     configs = config_keys(model.config)
     parts = []
     for key, modules in experts_by_key(model).items():
+        if reason := unreadable(modules[0]):
+            parts.append(PartExplanation(key, len(modules), f"run by transformers: {reason}", {}))
+            continue
         weights, name = experts_of(modules[0]), backend_of(modules[0])
         device = execution_device(modules[0], weights.device)
         place = f"{device}, offloaded" if device != weights.device else f"{device}"

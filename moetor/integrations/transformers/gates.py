@@ -6,7 +6,9 @@ if it gives what the module's own method gives on a grid of values. So a class t
 seen is recognised when it computes a known gate, and a known name that computes another is not.
 """
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -31,6 +33,7 @@ def read_gate(module: nn.Module, *, gated: bool, interleaved: bool) -> Activatio
         return None  # a learned gate is its module's business
     with torch.no_grad(), torch.device("cpu"):
         limit = _number(module, "limit", "swiglu_limit")
+        limit = None if limit == math.inf else limit
         gate, up = _grid(limit)
         try:
             if gated:
@@ -50,6 +53,29 @@ def read_gate(module: nn.Module, *, gated: bool, interleaved: bool) -> Activatio
     return None
 
 
+def read_function(act_fn: Callable[[Tensor], Tensor]) -> Activation | None:
+    """What f(gate) · up is as data, by f alone; None: not one that data describe."""
+    if isinstance(act_fn, nn.Module) and any(True for _ in act_fn.parameters()):
+        return None
+    with torch.no_grad(), torch.device("cpu"):
+        gate, _ = _grid(None)
+        expected = act_fn(gate)
+        for candidate in _plain_candidates(None):
+            if ((candidate.apply(gate, None) - expected).abs() <= _TOLERANCE * (1 + expected.abs())).all():
+                return candidate
+    return None
+
+
+def gated_by(act_fn: Callable[[Tensor], Tensor]) -> Activation:
+    """act_fn(gate) · up as a model's own function; gate rows lie first."""
+    return Activation.custom(functools.partial(_gate_and_multiply, act_fn))
+
+
+def _gate_and_multiply(act_fn: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
 def _grid(limit: float | None) -> tuple[Tensor, Tensor]:
     """Pairs of gate and up that tell gates apart: around zero, far tails, both sides of the limit.
 
@@ -65,9 +91,7 @@ def _grid(limit: float | None) -> tuple[Tensor, Tensor]:
 
 def _candidates(module: nn.Module, act_fn: object, limit: float | None, gated: bool) -> Iterator[Activation]:
     """Every gate that the module's numbers allow, simplest first."""
-    alpha = _number(module, "alpha", "swiglu_alpha")
-    plain = [Activation(kind) for kind in KINDS]
-    plain += [Activation("silu", alpha=a) for a in (1.702, alpha) if a is not None]
+    plain = _plain_candidates(_number(module, "alpha", "swiglu_alpha"))
     yield from plain
     if not gated:
         return
@@ -80,6 +104,10 @@ def _candidates(module: nn.Module, act_fn: object, limit: float | None, gated: b
         if limit is not None:
             yield replace(base, limit=limit)
             yield replace(base, limit=limit, limit_after=True)
+
+
+def _plain_candidates(alpha: float | None) -> list[Activation]:
+    return [Activation(kind) for kind in KINDS] + [Activation("silu", alpha=a) for a in (1.702, alpha) if a is not None]
 
 
 def _number(module: object, *names: str) -> float | None:

@@ -17,8 +17,8 @@ from ...core.errors import InvalidInput
 from ...core.interface import ExpertsInterface
 from ...forward import experts_forward
 from . import decode, log
-from .adapters import experts_of
-from .choice import CHOICE, SEAM, Choice, backend_of, current, plan, set_backend
+from .adapters import SEAM, experts_of
+from .choice import CHOICE, Choice, backend_of, current, plan, set_backend
 from .explain import ModelExplanation, explain_model
 from .state_dict import as_model_has_it
 
@@ -120,17 +120,15 @@ def attach(model: PreTrainedModel, experts_implementation: Choice = "auto") -> P
         The same model.
 
     Raises:
-        InvalidInput: not a transformers model, or it has no experts and a backend other than
-            eager was named.
+        InvalidInput: not a transformers model; it has no experts and a backend other than eager
+            was named; or moetor cannot read its experts, and "eager", which leaves them to
+            transformers, was not named for them.
         UnknownBackend, BackendUnavailable: see `choice.plan`; the model is left as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidInput(f"attach needs a transformers PreTrainedModel, got {type(model).__name__}")
-    reached = plan(model, experts_implementation)
-    # what the choice does not reach runs by "auto", unless an earlier call chose for it
-    rest = [(module, name) for module, name in plan(model, "auto") if CHOICE not in module.__dict__]
     before = current(model) if isinstance(model, ExpertsMethods) else None
-    for module, name in rest + reached:
+    for module, name in plan(model, experts_implementation, otherwise="auto"):
         set_backend(module, name)
     for nested in model.modules():
         if isinstance(nested, PreTrainedModel) and not isinstance(nested, ExpertsMethods):

@@ -10,7 +10,7 @@ import transformers.models
 from torch import nn
 from transformers import PreTrainedConfig
 
-from moetor.integrations.transformers.adapters import is_experts
+from moetor.integrations.transformers.adapters import is_decorated
 
 E, H, I = 5, 16, 12
 
@@ -39,7 +39,7 @@ def experts_classes() -> Iterator[type[nn.Module]]:
     for path in decorating_files():
         module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            if cls.__module__ == module.__name__ and issubclass(cls, nn.Module) and is_experts(cls.__new__(cls)):
+            if cls.__module__ == module.__name__ and issubclass(cls, nn.Module) and is_decorated(cls.__new__(cls)):
                 yield cls
 
 

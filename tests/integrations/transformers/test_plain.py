@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 import moetor
 from moetor import ExpertsInterface
 from moetor.integrations.transformers import without_decode_switch
-from moetor.integrations.transformers.adapters import is_experts
+from moetor.integrations.transformers.adapters import is_decorated
 from moetor.integrations.transformers.choice import backend_of
 
 from .backends import ON_CPU
@@ -58,7 +58,7 @@ def test_every_auto_class(cls, architecture, ran):
     config = CONFIGS[architecture]()
     config.num_labels = 3
     model = cls.from_config(config, experts_implementation="moetor").eval()
-    if not any(is_experts(module) for module in model.modules()):
+    if not any(is_decorated(module) for module in model.modules()):
         pytest.skip(f"this release of transformers has no interface for the experts of {architecture}")
     found = first_output(model)
     assert set(ran.names()) == {"grouped_mm"}  # auto on a CPU
@@ -143,7 +143,7 @@ def test_config_of_three_levels():
     model = twin(
         plain, {"": "eager", "thinker_config": {"text_config": "moetor:batched_mm"}, "talker_config": "moetor"}
     )
-    running = [{backend_of(module) for module in part.modules() if is_experts(module)} for part in model.children()]
+    running = [{backend_of(module) for module in part.modules() if is_decorated(module)} for part in model.children()]
     assert [names for names in running if names] == [{"batched_mm"}, {"auto"}]
     assert relative_error(logits(model, tokens()), logits(plain, tokens())) <= 1e-5
 

@@ -1,23 +1,23 @@
-"""One transformers experts module as ExpertWeights: where the differences between models end.
+"""Experts that transformers runs through its experts interface: one layout, told by flags.
 
-Facts about a module (flags, gate) are cached on it; its tensors are read at every call. A view
-made earlier would carry no gradient after `no_grad`, and be stale after `.to()` or a reload.
+gate_up_proj (E, 2I, H) or, without a gate, up_proj (E, I, H); down_proj (E, H, I); the last two
+sizes exchanged if transposed; biases under the same names with `_bias`. The flags are attributes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...core.activation import Activation
-from ...core.errors import InvalidInput
-from ...core.weights import ExpertWeights, Weight
-from .first_look import look
-from .gates import read_gate
+from ....core.activation import Activation
+from ....core.errors import InvalidInput
+from ....core.weights import ExpertWeights, Weight
+from ..gates import read_gate
+from .adapter import Adapter
+from .tensors import plain, require_unpacked
 
-_FACTS = "_moetor_facts"
 _NORM = "post_expert_norm"
 
 
@@ -39,7 +39,7 @@ class Facts:
     activation: Activation | None
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_decorated(module: nn.Module) -> bool:
     """Whether this is an experts module that transformers runs through its experts interface.
 
     The instance is asked, not the source text of its class, so that a class from a notebook
@@ -53,28 +53,7 @@ def is_experts(module: nn.Module) -> bool:
     return cell.cell_contents is ALL_EXPERTS_FUNCTIONS
 
 
-def facts_of(module: nn.Module) -> Facts:
-    """The module's facts, read once.
-
-    Raises:
-        InvalidInput: it is no experts module, or has parts that moetor does not know.
-    """
-    if torch.compiler.is_compiling():
-        look(module, _FACTS, _read_facts)
-    facts: Facts | None = module.__dict__.get(_FACTS)
-    if facts is None:
-        facts = _read_facts(module)
-        module.__dict__[_FACTS] = facts
-    return facts
-
-
-def experts_of(module: nn.Module) -> ExpertWeights:
-    """The module's weights as they are now.
-
-    Raises:
-        InvalidInput: see `facts_of`.
-    """
-    facts = facts_of(module)
+def weights(module: nn.Module, facts: Facts) -> ExpertWeights:
     return ExpertWeights(
         up=_weight(module, facts.up_name, facts),
         down=_weight(module, "down_proj", facts),
@@ -86,14 +65,11 @@ def experts_of(module: nn.Module) -> ExpertWeights:
 
 
 def _weight(module: nn.Module, name: str, facts: Facts) -> Weight:
-    bias: Tensor | None = getattr(module, f"{name}_bias") if facts.has_bias else None
-    return Weight(getattr(module, name), bias, transposed=facts.transposed)
+    bias: Tensor | None = plain(module, f"{name}_bias") if facts.has_bias else None
+    return Weight(plain(module, name), bias, transposed=facts.transposed)
 
 
-def _read_facts(module: nn.Module) -> Facts:
-    who = type(module).__name__
-    if not is_experts(module):
-        raise InvalidInput(f"{who} is no experts module that transformers runs through its experts interface")
+def read(module: nn.Module) -> Iterator[Facts]:
     flags: Any = module
     gated, has_bias = flags.has_gate, flags.has_bias
     has_norm = getattr(flags, "has_post_expert_norm", False)
@@ -101,11 +77,9 @@ def _read_facts(module: nn.Module) -> Facts:
     known = {up_name, "down_proj"} | ({f"{up_name}_bias", "down_proj_bias"} if has_bias else set())
     parts = {"act_fn"} | ({_NORM} if has_norm else set())
     _require_known_parts(module, known, parts)
-    for name in (up_name, "down_proj"):
-        if not getattr(module, name).is_floating_point() or getattr(module, name).element_size() < 2:
-            raise InvalidInput(f"{who}.{name} holds packed or quantised numbers ({getattr(module, name).dtype})")
+    require_unpacked(module, *sorted(known))
     interleaved = gated and not flags.is_concatenated
-    return Facts(
+    yield Facts(
         up_name=up_name,
         gated=gated,
         interleaved=interleaved,
@@ -129,3 +103,6 @@ def _require_known_parts(module: nn.Module, parameters: set[str], children: set[
             f"{type(module).__name__} does not have the parts that its flags tell:"
             f" unknown {unknown or 'none'}, missing {missing or 'none'}"
         )
+
+
+ADAPTER = Adapter("decorated", is_decorated, read, weights)
