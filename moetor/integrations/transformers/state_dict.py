@@ -30,14 +30,13 @@ def as_model_has_it(model: PreTrainedModel, base: Any, state_dict: Mapping[str, 
     Raises:
         CheckpointError: it has weights of single experts, and not all that the model has stacked.
     """
-    experts = {
-        f"{name}.{key}"
-        for name, module in model.named_modules()
-        if is_experts(module)
-        for key, _ in module.named_parameters()
-    }
+    modules = {name: module for name, module in model.named_modules() if is_experts(module)}
+    experts = {f"{name}.{key}" for name, module in modules.items() for key, _ in module.named_parameters()}
     lacking = experts - state_dict.keys()
-    foreign = {key for key in state_dict.keys() - model.state_dict().keys() if _OF_EXPERTS.search(key)}
+    # granitemoe's files have no "experts" in their names, but those of the block that holds them
+    blocks = tuple({name.rpartition(".")[0] + "." for name in modules})
+    unknown = state_dict.keys() - model.state_dict().keys()
+    foreign = {key for key in unknown if _OF_EXPERTS.search(key) or key.startswith(blocks)}
     if not lacking or not foreign:
         return state_dict
     cause = None

@@ -13,8 +13,8 @@ from torch.nn.utils import parametrize, prune
 import moetor
 from moetor import ExpertWeights, InvalidInput
 from moetor.integrations.transformers.adapters import (
-    _ADAPTER,
-    _FACTS,
+    ADAPTER_KEY,
+    FACTS_KEY,
     Adapter,
     adapter_of,
     experts_of,
@@ -193,7 +193,7 @@ def test_wrong_adapter_is_refused_when_a_model_is_attached(name, change, replace
     replaced(model, change)
     with pytest.raises(InvalidInput, match=r"is not what the adapter '\w+' knows: its results are off by"):
         moetor.attach(model)
-    assert not any(_FACTS in module.__dict__ and "forward" in module.__dict__ for module in model.modules())
+    assert not any(FACTS_KEY in module.__dict__ and "forward" in module.__dict__ for module in model.modules())
 
 
 @each_fault
@@ -413,7 +413,7 @@ def test_block_that_is_not_understood_is_refused_by_what_is_not(make, message):
     with pytest.raises(InvalidInput, match=message) as caught:
         facts_of(block)
     assert type(block).__name__ in str(caught.value)
-    assert _ADAPTER not in block.__dict__
+    assert ADAPTER_KEY not in block.__dict__
 
 
 def test_block_with_noise_in_training_runs_in_evaluation_only():
@@ -502,7 +502,7 @@ def test_parametrized_weights_are_read_through_their_parametrization(name, holde
 
 def test_model_pickled_with_an_adapter_of_its_own_says_which_is_missing():
     model = moetor.attach(build("longcat_flash"))
-    experts_in(model)[0].__dict__[_ADAPTER] = "somebody's"
+    experts_in(model)[0].__dict__[ADAPTER_KEY] = "somebody's"
     with pytest.raises(InvalidInput, match='was attached with the adapter "somebody\'s"; register it here, too'):
         logits(model, tokens())
 

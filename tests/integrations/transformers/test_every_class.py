@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moetor.core.activation import Activation
-from moetor.integrations.transformers.adapters import _FACTS, Facts, facts_of
+from moetor.integrations.transformers.adapters import FACTS_KEY, Facts, facts_of
 from moetor.integrations.transformers.choice import set_backend
 
 from .backends import ON_CPU
@@ -172,7 +172,7 @@ def test_comparison_sees_facts_that_are_wrong(wrong, backend):
         module = build(cls)
         facts = WRONG[wrong](facts_of(module))
         if facts is not None:
-            module.__dict__[_FACTS] = facts
+            module.__dict__[FACTS_KEY] = facts
             seen[cls.__name__] = errors(module, backend)["output"]
     if not seen:
         pytest.skip(f"no class of this transformers has it: {wrong}")

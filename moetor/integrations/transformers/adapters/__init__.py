@@ -15,8 +15,8 @@
 
 from . import dbrx, decorated, listed, llama4, longcat_flash, refused, switch, two_modules, undecorated
 from .adapter import (
-    _ADAPTER,
-    _FACTS,
+    ADAPTER_KEY,
+    FACTS_KEY,
     Adapter,
     adapter_of,
     experts_of,
@@ -30,9 +30,9 @@ from .seam import SEAM, install, runner_of
 from .trial import Sizes, example_block, example_call, example_rows
 
 __all__ = [
+    "ADAPTER_KEY",
+    "FACTS_KEY",
     "SEAM",
-    "_ADAPTER",
-    "_FACTS",
     "Adapter",
     "Facts",
     "Sizes",

@@ -29,8 +29,8 @@ from ....core.weights import ExpertWeights
 from ..first_look import look
 from .trial import Sizes, Trial, example_call
 
-_FACTS = "_moetor_facts"
-_ADAPTER = "_moetor_adapter"
+FACTS_KEY = "_moetor_facts"
+ADAPTER_KEY = "_moetor_adapter"
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -125,7 +125,7 @@ def unregister_adapter(name: str) -> None:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether this module is one that moetor runs, or would have to refuse (`facts_of` tells which)."""
-    return _ADAPTER in module.__dict__ or _find(module) is not None
+    return ADAPTER_KEY in module.__dict__ or _find(module) is not None
 
 
 def adapter_of(module: nn.Module) -> Adapter:
@@ -134,7 +134,7 @@ def adapter_of(module: nn.Module) -> Adapter:
     Raises:
         InvalidInput: there is none.
     """
-    name = module.__dict__.get(_ADAPTER)
+    name = module.__dict__.get(ADAPTER_KEY)
     if name is not None and name not in _ADAPTERS:
         raise InvalidInput(f"{type(module).__name__} was attached with the adapter {name!r}; register it here, too")
     adapter = _find(module) if name is None else _ADAPTERS[name]
@@ -151,10 +151,10 @@ def facts_of(module: nn.Module) -> Any:
             something else than these tell.
     """
     if torch.compiler.is_compiling():
-        look(module, _FACTS, _read)
-    if _FACTS not in module.__dict__:
-        module.__dict__[_FACTS] = _read(module)
-    return module.__dict__[_FACTS]
+        look(module, FACTS_KEY, _read)
+    if FACTS_KEY not in module.__dict__:
+        module.__dict__[FACTS_KEY] = _read(module)
+    return module.__dict__[FACTS_KEY]
 
 
 def experts_of(module: nn.Module) -> ExpertWeights:
@@ -178,7 +178,7 @@ def _read(module: nn.Module) -> Any:
     """The first reading that does what the module does; its adapter's name is noted on the module."""
     adapter = adapter_of(module)
     facts = _believed(adapter, module)
-    module.__dict__[_ADAPTER] = adapter.name
+    module.__dict__[ADAPTER_KEY] = adapter.name
     return facts
 
 

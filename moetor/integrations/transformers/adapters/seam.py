@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ....core.errors import InvalidInput
 from . import decorated
-from .adapter import _ADAPTER, adapter_of, facts_of
+from .adapter import ADAPTER_KEY, adapter_of, facts_of
 
 SEAM = "moetor"
 
@@ -51,7 +51,7 @@ def install(module: nn.Module) -> None:
 def runner_of(module: nn.Module) -> str:
     """`SEAM` if the module's calls reach moetor, else the name of what transformers runs."""
     # by the note of its adapter, if it has one: torch.compile cannot look at the class as is_decorated does
-    if module.__dict__.get(_ADAPTER) == decorated.ADAPTER.name or decorated.is_decorated(module):
+    if module.__dict__.get(ADAPTER_KEY) == decorated.ADAPTER.name or decorated.is_decorated(module):
         config: Any = module.config
         return config._experts_implementation_internal or "eager"
     given = module.__dict__.get("_old_forward") or module.__dict__.get("forward")
