@@ -24,10 +24,11 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) 
     tensor([[90000.]])
     """
     with without_autocast(a.device.type):
-        return _matmul(a, b, dtype, out)
+        return matmul_as_it_is(a, b, dtype, out)
 
 
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def matmul_as_it_is(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The same inside `without_autocast`: for a loop that asks once."""
     product = torch.bmm if a.dim() == 3 else torch.mm
     if b.dtype != a.dtype:
         b = b.to(a.dtype)
