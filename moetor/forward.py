@@ -67,7 +67,7 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    if not autocast_enabled(call.device.type):
+    if not call.autocast:
         return backend.forward(weights, hidden_states, top_k_index, top_k_weights)
     # Autocast is honoured here, once: below, a dtype that was chosen is not changed again. A model's
     # own functions still run inside it.
@@ -93,26 +93,26 @@ def _foreign_inside_autocast(weights: ExpertWeights, call: Call) -> ExpertWeight
 
 
 def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    if hidden_states.dim() != 2:
-        raise InvalidInput(f"hidden_states must have shape (T, H), got {tuple(hidden_states.shape)}")
-    if top_k_index.dim() != 2:
-        raise InvalidInput(f"top_k_index must have shape (T, K), got {tuple(top_k_index.shape)}")
+    x_shape, ids_shape = hidden_states.shape, top_k_index.shape
+    if len(x_shape) != 2:
+        raise InvalidInput(f"hidden_states must have shape (T, H), got {tuple(x_shape)}")
+    if len(ids_shape) != 2:
+        raise InvalidInput(f"top_k_index must have shape (T, K), got {tuple(ids_shape)}")
     if top_k_index.dtype not in (torch.int64, torch.int32):
         raise InvalidInput(f"top_k_index must be int64 or int32, got {top_k_index.dtype}")
-    if top_k_weights.shape != top_k_index.shape or top_k_index.shape[0] != hidden_states.shape[0]:
+    if top_k_weights.shape != ids_shape or ids_shape[0] != x_shape[0]:
         raise InvalidInput(
-            f"top_k_index and top_k_weights must both have shape (T, K) with T = {hidden_states.shape[0]} as in"
-            f" hidden_states, got {tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+            f"top_k_index and top_k_weights must both have shape (T, K) with T = {x_shape[0]} as in"
+            f" hidden_states, got {tuple(ids_shape)} and {tuple(top_k_weights.shape)}"
         )
-    if not top_k_index.shape[1]:
+    if not ids_shape[1]:
         raise InvalidInput("top_k_index must name at least one expert a token, got K = 0")
     for name, tensor in (("hidden_states", hidden_states), ("top_k_weights", top_k_weights)):
         if not tensor.is_floating_point():
             raise InvalidInput(f"{name} must be of a float dtype, got {tensor.dtype}")
-    if hidden_states.shape[1] != weights.hidden_size:
+    if x_shape[1] != weights.hidden_size:
         raise InvalidInput(
-            f"hidden_states must have H = {weights.hidden_size} columns, as the weights do,"
-            f" got {hidden_states.shape[1]}"
+            f"hidden_states must have H = {weights.hidden_size} columns, as the weights do, got {x_shape[1]}"
         )
     devices = {hidden_states.device, top_k_index.device, top_k_weights.device, weights.device}
     if len(devices) > 1:

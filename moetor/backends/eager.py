@@ -29,20 +29,20 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
 
     ends = order.ends_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    rows_of = x_SH.split([*sizes, x_SH.shape[0] - ends[-1]])
     # With no rows at all one expert still runs, so that every tensor stays in the graph; where
     # each expert has tensors of its own, all of them do.
     every = not weights.stacked and torch.is_grad_enabled()
     hit = [expert for expert, size in enumerate(sizes) if size or every] or [0]
+    rest = x_SH.shape[0] - ends[-1]
+    rows_of_hit = x_SH.split([*(sizes[expert] for expert in hit), rest])
 
     up_products, down_product = [_product(up) for up in weights.ups], _product(weights.down)
     results = []
-    for expert in hit:
-        products = tuple(up_product(expert, rows_of[expert], dtype) for up_product in up_products)
+    for expert, x_RH in zip(hit, rows_of_hit, strict=False):
+        products = tuple([up_product(expert, x_RH, dtype) for up_product in up_products])
         inner = apply_gate(weights, products).to(dtype)
         rows = down_product(expert, inner, result_dtype(dtype))
         results.append(rows if weights.after_down is None else weights.after_down(rows))
-    rest = rows_of[-1].shape[0]
     if rest:
         results.append(results[0].new_zeros(rest, weights.hidden_size))
     rows_SH = results[0] if len(results) == 1 else torch.cat(results)
@@ -53,7 +53,9 @@ def _product(weight: Weight) -> Callable[[int, Tensor, torch.dtype], Tensor]:
     """(expert, x (S, K), dtype) -> (S, N)."""
     if FORMATS[weight.format].quantized:
         return quantized_product(weight)
-    matrices, biases = weight.matrices(), weight.biases()
+    # without gradients the stack is its matrices' list, and only those that are hit are looked at
+    in_stack = weight.stacked and not torch.is_grad_enabled()
+    matrices, biases = weight.stack_ENK() if in_stack else weight.matrices(), weight.biases()
     return lambda expert, x_SK, dtype: linear(x_SK, matrices[expert], biases[expert], dtype)
 
 

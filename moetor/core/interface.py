@@ -30,6 +30,7 @@ class Call:
         needs_grad: whether any input or weight may need a gradient from this call.
         compiling: whether torch.compile or torch.export is tracing.
         capturing: whether a CUDA graph is being captured.
+        autocast: whether torch.autocast is on for the device.
     """
 
     num_tokens: int
@@ -40,6 +41,7 @@ class Call:
     needs_grad: bool = False
     compiling: bool = False
     capturing: bool = False
+    autocast: bool = False
 
     @property
     def num_pairs(self) -> int:
@@ -49,33 +51,21 @@ class Call:
 def describe_call(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Call:
     """The metadata of one call; see `Call`."""
     compiling = torch.compiler.is_compiling()
-    device = hidden_states.device
-    # forward-mode derivatives need no tensor to require a gradient
-    needs_grad = not compiling and torch.autograd.forward_ad._current_level >= 0
-    needs_grad |= torch.is_grad_enabled() and (
+    (T, H), dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
+    device_type = device.type
+    autocast = autocast_enabled(device_type)
+    if autocast and dtype != torch.float64:  # which is not autocast's business
+        dtype = torch.get_autocast_dtype(device_type)
+    needs_grad = torch.is_grad_enabled() and (
         hidden_states.requires_grad
         or top_k_weights.requires_grad
         or any(tensor.requires_grad for tensor in weights.tensors())
     )
-    return Call(
-        num_tokens=hidden_states.shape[0],
-        top_k=top_k_index.shape[1],
-        hidden_size=hidden_states.shape[1],
-        dtype=compute_dtype(hidden_states),
-        device=device,
-        needs_grad=needs_grad,
-        compiling=compiling,
-        capturing=not compiling and device.type == "cuda" and torch.cuda.is_current_stream_capturing(),
-    )
-
-
-def compute_dtype(hidden_states: Tensor) -> torch.dtype:
-    """The dtype that the products run in: autocast's if it is on (float64 is not its business), else x's."""
-    dtype = hidden_states.dtype
-    device_type = hidden_states.device.type
-    if dtype != torch.float64 and autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return dtype
+    if not compiling:
+        # forward-mode derivatives need no tensor to require a gradient
+        needs_grad = needs_grad or torch.autograd.forward_ad._current_level >= 0
+    capturing = device_type == "cuda" and not compiling and torch.cuda.is_current_stream_capturing()
+    return Call(T, top_k_index.shape[1], H, dtype, device, needs_grad, compiling, capturing, autocast)
 
 
 def _always(*_: object) -> None:

