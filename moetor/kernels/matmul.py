@@ -29,7 +29,8 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) 
 
 def matmul_as_it_is(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The same inside `without_autocast`: for a loop that asks once."""
-    product = torch.bmm if a.dim() == 3 else _mm
+    batched = a.dim() == 3
+    product = torch.bmm if batched else _mm
     if b.dtype != a.dtype:
         b = b.to(a.dtype)
     if a.dtype == dtype:
@@ -38,7 +39,7 @@ def matmul_as_it_is(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None
     if not widen:
         result = product(a, b).to(dtype)
     elif a.is_cuda and dtype == torch.float32:
-        result = product(a, b, out_dtype=torch.float32)
+        result = (torch.bmm if batched else torch.mm)(a, b, out_dtype=torch.float32)
     else:
         result = product(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)
