@@ -24,7 +24,7 @@ def few_pairs(weights: ExpertWeights) -> int:
 def order_of_trial(weights: ExpertWeights, call: Call) -> tuple[str, ...]:
     """Names of our backends, best first, whether or not they can run."""
     if call.device.type == "cpu":
-        return ("grouped_mm", "eager")
+        return ("fused", "grouped_mm", "eager")
     # While compiling, T may be symbolic: a choice by size would cost a graph for each side.
     few = not call.compiling and call.num_pairs <= few_pairs(weights)
     rest = ("batched_mm", "grouped_mm", "eager") if few else ("grouped_mm", "batched_mm", "eager")

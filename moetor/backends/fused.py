@@ -1,4 +1,4 @@
-"""Our own Triton kernels: gather, products, gate and weighted sum fused; inference."""
+"""Our own kernels, gather, products, gate and weighted sum fused: Triton on GPUs, for inference; fused_cpu on CPUs."""
 
 import functools
 import importlib.util
@@ -9,10 +9,19 @@ from torch import Tensor
 
 from ..core.interface import Backend, Call
 from ..core.weights import ExpertWeights
+from . import fused_cpu
 from .stacked import NEEDS_A_STACK
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_EXPERTS = 1024
+
+
+# Triton's interpreter, for tests, runs its kernels on CPU tensors.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu" and not _INTERPRETED
 
 
 def machine_why_not(device: torch.device) -> str | None:
@@ -25,6 +34,8 @@ machine_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _machine_why_not(device: torch.device) -> str | None:
+    if _on_cpu(device):
+        return None
     if reason := _wrong_device(device):
         return reason
     if importlib.util.find_spec("triton") is None:
@@ -38,11 +49,12 @@ def _machine_why_not(device: torch.device) -> str | None:
 
 
 def _wrong_device(device: torch.device) -> str | None:
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    return None if device.type == "cuda" or interpreted else f"needs a CUDA device, got {device.type}"
+    return None if device.type in ("cuda", "cpu") else f"needs a CPU or CUDA device, got {device.type}"
 
 
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
+    if _on_cpu(call.device):
+        return fused_cpu.why_not(weights, call)
     if reason := _wrong_device(call.device):
         return reason
     if weights.quantized:
@@ -75,6 +87,8 @@ def _layout(bias: Tensor | list[Tensor] | None) -> object:
 
 
 def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if _on_cpu(hidden_states.device):
+        return fused_cpu.forward(weights, hidden_states, top_k_index, top_k_weights)
     from ..kernels.fused_experts import fused_experts  # loads triton
 
     biases = [bias for weight in weights.ups if (bias := weight.bias_EN()) is not None]
@@ -92,6 +106,10 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
     )
 
 
+def how(weights: ExpertWeights, call: Call) -> str | None:
+    return fused_cpu.how(weights, call) if _on_cpu(call.device) else None
+
+
 BACKEND = Backend(
-    "fused", forward, machine_why_not, why_not, summary="our Triton kernels: gather, products, gate and sum fused"
+    "fused", forward, machine_why_not, why_not, how=how, summary="our kernels: gather, products, gate and sum fused"
 )

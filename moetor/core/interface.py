@@ -6,7 +6,7 @@ and the reasons of skipped tests.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class Backend:
         why_not: (weights, call) -> why it cannot run this call, or None. Reads metadata only.
         prepare: (weights) -> weights laid out for this backend, for frozen quantised weights.
         choose: (weights, call) -> another backend; for a name that stands for a policy.
+        how: (weights, call) -> by what code a call that it runs would run, in some words for `explain`; or None.
         summary: one line for tables.
     """
 
@@ -93,6 +94,7 @@ class Backend:
     why_not: Callable[[ExpertWeights, Call], str | None] = _always
     prepare: Callable[[ExpertWeights], ExpertWeights] | None = None
     choose: "Callable[[ExpertWeights, Call], Backend] | None" = None
+    how: Callable[[ExpertWeights, Call], str | None] = _always
     summary: str = ""
 
     def refusal(self, weights: ExpertWeights, call: Call) -> str | None:
@@ -102,18 +104,21 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which backend a call gets, and why not each of the others."""
+    """Which backend a call gets, why not each of the others, and how those run it that have something to say of it."""
 
     requested: str
     chosen: str | None
     reasons: dict[str, str | None]
+    how: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"requested": self.requested, "chosen": self.chosen, "reasons": dict(self.reasons)}
+        reasons, how = dict(self.reasons), dict(self.how)
+        return {"requested": self.requested, "chosen": self.chosen, "reasons": reasons, "how": how}
 
     def __str__(self) -> str:
         lines = [f"{self.requested} -> {self.chosen}" if self.chosen else f"{self.requested} cannot run this call"]
-        lines += [f"  {name}: {reason or 'can run'}" for name, reason in self.reasons.items()]
+        for name, reason in self.reasons.items():
+            lines.append(f"  {name}: {reason or ', '.join(['can run', *filter(None, [self.how.get(name)])])}")
         return "\n".join(lines)
 
 
@@ -185,7 +190,9 @@ class BackendRegistry:
             backend.name: backend.refusal(weights, call) for backend in self._backends.values() if not backend.choose
         }
         chosen = None if self[name].refusal(weights, call) else self.select(weights, call, name).name
-        return Explanation(name, chosen, reasons)
+        able = (self[name] for name, reason in reasons.items() if reason is None)
+        how = {backend.name: words for backend in able if (words := backend.how(weights, call))}
+        return Explanation(name, chosen, reasons, how)
 
 
 ExpertsInterface = BackendRegistry()

@@ -9,16 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Result = Tensor | list[Tensor]
+
 _LIBRARY = torch.library.Library("moetor", "DEF")
 
 
-def define(schema: str, implementation: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+def define(schema: str, implementation: Callable[..., Result], fake: Callable[..., Result]) -> None:
     """Register an operator.
 
     Args:
-        schema: "name(Tensor x, …) -> Tensor".
+        schema: "name(Tensor x, …) -> Tensor", or "-> Tensor[]".
         implementation: runs it, on any device.
-        fake: gives an empty result of the right shape, dtype and device, for tracing.
+        fake: gives empty results of the right shapes, dtypes and devices, for tracing.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)

@@ -27,7 +27,7 @@ def test_json_is_all_of_stdout_and_says_what_runs(moetor):
     # inference and training
     assert len(on_cpu) == len(ExpertsInterface.names()) * len(DTYPES) * 2
     assert {each["status"] for each in on_cpu if each["backend"] == "eager"} == {"runs"}
-    assert all(each["ran"] == "grouped_mm" for each in on_cpu if each["backend"] == "auto")
+    assert all(each["ran"] == "fused" for each in on_cpu if each["backend"] == "auto")
 
 
 def test_table_has_a_row_for_each_backend(moetor):

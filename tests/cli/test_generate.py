@@ -22,7 +22,7 @@ def test_text_is_on_stdout_and_backends_that_ran_on_stderr(moetor, checkpoint):
 
 def test_policy_is_reported_as_what_it_chose(moetor, checkpoint):
     result = moetor("generate", checkpoint, "Return", "--max-new-tokens", "2", "--device", "cpu")
-    assert "experts: grouped_mm (4 calls)" in result.stderr
+    assert "experts: fused (4 calls)" in result.stderr
 
 
 def test_sub_config_is_chosen_by_key(moetor, checkpoint):

@@ -82,11 +82,19 @@ def test_machine_comes_before_call(register, inputs: Inputs, call: Call) -> None
 
 def test_auto_goes_on_to_the_next(inputs: Inputs, call: Call) -> None:
     listed = make_inputs(Case(layout="list"))
-    assert ExpertsInterface.select(inputs.weights, call, "auto").name == "grouped_mm"
-    assert ExpertsInterface.select(listed.weights, call, "auto").name == "eager"
-    explanation = ExpertsInterface.explain(listed.weights, call)
-    assert explanation.chosen == "eager"
-    assert "moetor.stack_experts(model)" in str(explanation)
+    custom = make_inputs(Case(gate="custom"))
+    assert ExpertsInterface.select(inputs.weights, call, "auto").name == "fused"
+    assert ExpertsInterface.select(listed.weights, call, "auto").name == "fused"
+    explanation = ExpertsInterface.explain(custom.weights, call)
+    assert explanation.chosen == "grouped_mm"
+    assert "fused: cannot fuse a model's own gate function" in str(explanation)
+    assert "moetor.stack_experts(model)" in str(ExpertsInterface.explain(listed.weights, call))
+
+
+def test_fused_says_whose_products_it_uses_on_a_cpu(inputs: Inputs, call: Call) -> None:
+    explanation = ExpertsInterface.explain(inputs.weights, call)
+    assert explanation.how["fused"] in ("products by oneDNN", "products by torch.mm")
+    assert f"fused: can run, {explanation.how['fused']}" in str(explanation)
 
 
 def test_auto_chooses_by_bytes_on_a_gpu(inputs: Inputs, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_choice_is_seen_and_followed(name, zeros):
     _, model = pair(name)
     assert model.get_experts_implementation()[""] == "auto"
     before = logits(model, tokens())
-    assert f"-> {'eager' if name in LISTED else 'grouped_mm'}" in str(model.explain_experts())
+    assert "-> fused" in str(model.explain_experts())
     model.set_experts_implementation(zeros)
     assert model.get_experts_implementation()[""] == "zeros"
     assert relative_error(logits(model, tokens()), before) > 1e-2

@@ -297,7 +297,7 @@ def test_explanation_says_what_runs_and_why_others_do_not(needs_sm90):
     explanation = model.explain_experts()
     parts = {part.key: part for part in explanation.parts}
     assert set(parts) == {"thinker_config.text_config", "talker_config.text_config"}
-    for key, chosen in (("thinker_config.text_config", "batched_mm"), ("talker_config.text_config", "grouped_mm")):
+    for key, chosen in (("thinker_config.text_config", "batched_mm"), ("talker_config.text_config", "fused")):
         assert parts[key].layers == 2
         for why in parts[key].by_tokens.values():
             assert why.chosen == chosen

@@ -116,7 +116,7 @@ def test_other_entries_run_as_chosen(name, decodes, ran):
     model = make(choice=name)
     criterion = Criterion(lambda: name_of(model))
     generate(model, stopping_criteria=[criterion])
-    assert ran.names() == ["grouped_mm" if name == "auto" else name]
+    assert ran.names() == ["fused" if name == "auto" else name]
     assert set(criterion.seen) == {name}
 
 

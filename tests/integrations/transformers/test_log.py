@@ -33,7 +33,7 @@ def test_loading_says_what_runs_in_one_line(lines, tmp_path):
     auto = moetor.AutoModelForCausalLM
     for load in (auto.from_pretrained, lambda path, **choice: auto.from_config(CONFIGS["qwen3_moe"](), **choice)):
         load(tmp_path)
-        assert lines() == [f"Qwen3MoeForCausalLM: experts by auto, here grouped_mm {ABOUT}"]
+        assert lines() == [f"Qwen3MoeForCausalLM: experts by auto, here fused {ABOUT}"]
         load(tmp_path, experts_implementation="eager")
         assert lines() == [f"Qwen3MoeForCausalLM: experts by eager {ABOUT}"]
 
@@ -42,7 +42,7 @@ def test_parts_of_a_model_share_a_line(lines):
     moetor.attach(build("qwen3_omni_moe"), {"thinker_config": "batched_mm"})
     (line,) = lines()
     assert line.startswith("Qwen3OmniMoeForConditionalGeneration: thinker_config.text_config by batched_mm (2 layers")
-    assert " | talker_config.text_config by auto, here grouped_mm (2 layers" in line
+    assert " | talker_config.text_config by auto, here fused (2 layers" in line
 
 
 def test_the_same_set_up_is_said_once(lines):

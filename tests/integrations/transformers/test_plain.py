@@ -61,7 +61,7 @@ def test_every_auto_class(cls, architecture, ran):
     if not any(is_decorated(module) for module in model.modules()):
         pytest.skip(f"this release of transformers has no interface for the experts of {architecture}")
     found = first_output(model)
-    assert set(ran.names()) == {"grouped_mm"}  # auto on a CPU
+    assert set(ran.names()) == {"fused"}  # auto on a CPU
     expected = first_output(twin(model, "eager"))
     assert ran.names() == []
     assert relative_error(found, expected) <= 1e-5
@@ -79,7 +79,7 @@ def test_backend_is_named_after_a_colon(backend, ran):
     plain = build("gpt_oss")
     model = twin(plain, f"moetor:{backend}")
     found = logits(model, tokens())
-    assert ran.names() == ["grouped_mm" if backend == "auto" else backend]
+    assert ran.names() == ["fused" if backend == "auto" else backend]
     assert relative_error(found, logits(plain, tokens())) <= 1e-5
 
 
@@ -99,7 +99,7 @@ def test_saved_files_do_not_know_of_it_and_load_either_way(tmp_path, ran):
     for file in (tmp_path / "plain").iterdir():
         assert (tmp_path / "moetor" / file.name).read_bytes() == file.read_bytes()
     ran.take()
-    for choice, name in (("moetor:batched_mm", "batched_mm"), ("moetor", "grouped_mm")):
+    for choice, name in (("moetor:batched_mm", "batched_mm"), ("moetor", "fused")):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "moetor", experts_implementation=choice)
         torch.testing.assert_close(logits(again, tokens()), expected, rtol=1e-5, atol=1e-5)
         assert ran.names() == [name]
@@ -110,10 +110,10 @@ def test_choice_at_run_time_is_followed(ran):
     model = build("qwen3_moe")
     expected = logits(model, tokens())
     for choice, names in (
-        ("moetor", ["grouped_mm"]),
+        ("moetor", ["fused"]),
         ("moetor:eager", ["eager"]),
         ("eager", []),
-        ("moetor", ["grouped_mm"]),
+        ("moetor", ["fused"]),
     ):
         model.set_experts_implementation(choice)
         assert model.get_experts_implementation() == {"": choice}
@@ -130,7 +130,7 @@ def test_nested_config(choice, tmp_path, ran):
     plain.save_pretrained(tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, experts_implementation=choice)
     assert relative_error(logits(model, tokens()), logits(plain, tokens())) <= 1e-5
-    assert ran.names() == ["grouped_mm"]
+    assert ran.names() == ["fused"]
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "again", experts_implementation=choice)
     assert torch.equal(logits(again, tokens()), logits(model, tokens()))
