@@ -116,4 +116,4 @@ def test_a_row_that_overflows_its_first_product_in_half_precision_does_not_here(
     ids = torch.zeros(2, 1, dtype=torch.int64, device=device)
     result = experts_forward(weights, x, ids, torch.ones(2, 1, device=device), backend)
     expected = 512.0 * 512.0 * I * 2.0**-20
-    assert result.float() == pytest.approx(torch.full((2, H), expected), rel=2e-2)
+    torch.testing.assert_close(result.float().cpu(), torch.full((2, H), expected), rtol=2e-2, atol=0.0)

@@ -76,8 +76,9 @@ _FP32 = Tile(32, 32, 32, 4, 4, 2, halve=True)
 # (one token, two to FEW_TOKENS)
 _UP_VECTOR = (Vector(4, 128, 1, 4), Vector(8, 256, 2, 3))
 _DOWN_VECTOR = (Vector(4, 512, 2, 3), Vector(8, 256, 2, 4))
-_UP_COLUMN_VECTOR = Vector(32, 128, 4, 3)
-_DOWN_COLUMN_VECTOR = Vector(32, 128, 4, 4)
+# Where columns are contiguous: gpt-oss-120b's shape.
+_UP_COLUMN_VECTOR = (Vector(32, 128, 4, 3), Vector(64, 64, 4, 3))
+_DOWN_COLUMN_VECTOR = (Vector(16, 256, 4, 3), Vector(16, 128, 2, 4))
 
 
 def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: int) -> tuple[Tile, Tile]:
@@ -113,9 +114,9 @@ def fit(tile: Tile, matrices: int, dtype: torch.dtype, shared_limit: int) -> Til
 
 def up_vector(num_tokens: int, rows_contiguous: bool) -> Vector:
     """Program of the first matrix-vector product; matrices' rows, or else columns, are contiguous."""
-    return _UP_VECTOR[num_tokens > 1] if rows_contiguous else _UP_COLUMN_VECTOR
+    return (_UP_VECTOR if rows_contiguous else _UP_COLUMN_VECTOR)[num_tokens > 1]
 
 
 def down_vector(num_tokens: int, rows_contiguous: bool) -> Vector:
     """Program of the second."""
-    return _DOWN_VECTOR[num_tokens > 1] if rows_contiguous else _DOWN_COLUMN_VECTOR
+    return (_DOWN_VECTOR if rows_contiguous else _DOWN_COLUMN_VECTOR)[num_tokens > 1]
