@@ -18,6 +18,7 @@ from .core.interface import Backend, Call, ExpertsInterface
 from .core.stacking import stack_experts
 from .core.weights import ExpertWeights, Weight
 from .forward import experts_forward
+from .quantization import FineGrainedFP8Config
 
 if TYPE_CHECKING:
     from . import nn
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointError",
     "ExpertWeights",
     "ExpertsInterface",
+    "FineGrainedFP8Config",
     "Format",
     "InvalidInput",
     "MoetorError",

@@ -9,12 +9,14 @@
 """
 
 from .activations import round_activations
+from .config import FineGrainedFP8Config
 from .experts import dequantize_experts, quantize_experts, split_gate_up, weight_of_blocks
 from .linear import compute_dtype, frozen_why_not, quantized_product
 from .matrices import dequantize, quantize
 from .products import gathered_product, grouped_product
 
 __all__ = [
+    "FineGrainedFP8Config",
     "compute_dtype",
     "dequantize",
     "dequantize_experts",

@@ -9,9 +9,11 @@ import torch
 import transformers
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from . import quantized_loading as _quantized_loading  # noqa: F401  registers what through_moetor names
 from .checkpoint import explained, require_fit
 from .choice import Choice, plan, require_known
 from .methods import attach
+from .quantized_config import through_moetor
 
 # What decides which files a config comes from; the rest of the keywords is the model's.
 _HUB_KEYWORDS = (
@@ -49,7 +51,9 @@ class _Auto:
             pretrained_model_name_or_path: a folder or a hub id.
             experts_implementation: a backend's name, or a dict from sub-config to name; see
                 `set_experts_implementation`.
-            model_args, kwargs: as in transformers.
+            model_args, kwargs: as in transformers. `quantization_config` may be a
+                `moetor.FineGrainedFP8Config` or transformers' own; a checkpoint that is quantised in FP8 or
+                MXFP4 needs none, and its experts stay as they are, on every device.
 
         Returns:
             The model, or (model, loading info) with `output_loading_info=True`.
@@ -63,6 +67,8 @@ class _Auto:
         if experts_implementation not in ("auto", "eager"):
             cls._require_fitting(pretrained_model_name_or_path, experts_implementation, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
+        hub = {name: kwargs[name] for name in _HUB_KEYWORDS if name in kwargs}
+        kwargs = through_moetor(cls._transformers(), _base_model(pretrained_model_name_or_path, hub), kwargs, hub)
         with explained(pretrained_model_name_or_path, kwargs):
             # Told to ignore shapes that differ, transformers says which they are.
             model, info = cls._transformers().from_pretrained(

@@ -19,7 +19,11 @@ from safetensors import SafetensorError, safe_open
 # "model.layers.0.mlp.experts." "3" "gate_proj.weight"
 _ONE_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
+# Names of a matrix's scales, beside "weight".
+_SCALES = ("weight_scale_inv", "scale", "qscale_weight", "weight_scale")
+
 _Shape = tuple[int, ...]
+_Tensor = tuple[_Shape, str]  # its shape and its dtype, as safetensors writes it
 
 
 def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
@@ -31,7 +35,7 @@ def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
     folder = _folder(name_or_path, keywords)
     if folder is None:
         return None
-    shapes: dict[str, _Shape] = {}
+    tensors: dict[str, _Tensor] = {}
     try:
         files = _weight_files(folder, keywords.get("variant"))
     except (ValueError, LookupError, TypeError) as error:
@@ -40,11 +44,24 @@ def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
         if not file.is_file():
             return f"lacks the file {file.name!r} that its index names"
         try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+            tensors |= _tensors_of(file)
         except SafetensorError as error:
             return f"has a file {file.name!r} that cannot be read: {error}"
-    return _fault_of_experts(shapes)
+    fault = _fault_of_experts({key: shape for key, (shape, _) in tensors.items()})
+    return fault or _fault_of_scales({key: dtype for key, (_, dtype) in tensors.items()})
+
+
+def lacking_scales(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
+    """The same of checkpoints that could be read, with only the matrices that have no scale in mind."""
+    folder = _folder(name_or_path, keywords)
+    files = _weight_files(folder, keywords.get("variant")) if folder is not None else []
+    return _fault_of_scales({key: dtype for file in files for key, (_, dtype) in _tensors_of(file).items()})
+
+
+def _tensors_of(file: Path) -> dict[str, _Tensor]:
+    with safe_open(file, framework="pt") as tensors:
+        parts = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
+        return {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in parts.items()}
 
 
 def listed(names: Iterable[str]) -> str:
@@ -103,3 +120,10 @@ def _fault_of_experts(shapes: Mapping[str, _Shape]) -> str | None:
             if 0 < len(odd) < count:
                 return f"has expert weights of another shape than the other experts' {usual}: {listed(odd)}"
     return None
+
+
+def _fault_of_scales(dtypes: Mapping[str, str]) -> str | None:
+    """FP8 matrices without a scale beside them: nobody can know what they are."""
+    stems = [key.removesuffix(".weight") for key, dtype in dtypes.items() if dtype == "F8_E4M3" and ".weight" in key]
+    lacking = [f"{stem}.weight" for stem in stems if not any(f"{stem}.{scale}" in dtypes for scale in _SCALES)]
+    return f"lacks the scales of {listed(lacking)}" if lacking else None

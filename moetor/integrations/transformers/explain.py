@@ -12,6 +12,7 @@ from . import decode
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key, unreadable
 from .offload import execution_device
+from .quantized_loading import notes_on
 from .top_k import top_k_of
 
 # A token of decoding and a prompt.
@@ -55,10 +56,15 @@ class PartExplanation:
 
 @dataclass(frozen=True, slots=True)
 class ModelExplanation:
-    """Of a whole model; `str()` is for reading, `as_dict()` for machines."""
+    """Of a whole model; `str()` is for reading, `as_dict()` for machines.
+
+    Attributes:
+        notes: sentences on the rest of the model.
+    """
 
     model: str
     parts: tuple[PartExplanation, ...]
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -73,6 +79,7 @@ class ModelExplanation:
                 }
                 for part in self.parts
             ],
+            "notes": list(self.notes),
         }
 
     def line(self) -> str:
@@ -92,6 +99,7 @@ class ModelExplanation:
                 lines += [f"  {line}" for line in str(why).splitlines()[1:]]
             if part.decode:
                 lines.append(f"  while generate decodes: {part.decode}")
+        lines += self.notes
         return "\n".join(lines)
 
 
@@ -106,16 +114,18 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
         weights, name = experts_of(modules[0]), backend_of(modules[0])
         device = execution_device(modules[0], weights.device)
         place = f"{device}, offloaded" if device != weights.device else f"{device}"
+        dtype = model.dtype if weights.quantized else weights.dtype
+        stored = weights.format if weights.quantized else str(dtype).removeprefix("torch.")
         top_k = min(top_k_of(configs[key]), weights.num_experts)
         gate = weights.activation.kind + (" with clamps or soft-caps" if not weights.activation.plain else "")
         about = (
             f"{weights.num_experts} experts, top {top_k}, {weights.hidden_size} to {weights.intermediate_size},"
-            f" {str(weights.dtype).removeprefix('torch.')} on {place}, {gate if weights.gated else 'no'} gate"
+            f" {stored} on {place}, {gate if weights.gated else 'no'} gate"
         )
         by_tokens = {}
         for tokens in _TOKENS:
-            call = Call(tokens, top_k, weights.hidden_size, weights.dtype, device, needs_grad=torch.is_grad_enabled())
+            call = Call(tokens, top_k, weights.hidden_size, dtype, device, needs_grad=torch.is_grad_enabled())
             by_tokens[tokens] = ExpertsInterface.explain(weights, call, forward.OVERRIDE or name)
         decoding = decode.explanation(name, weights, top_k, device)
         parts.append(PartExplanation(key, len(modules), about, by_tokens, decoding))
-    return ModelExplanation(type(model).__name__, tuple(parts))
+    return ModelExplanation(type(model).__name__, tuple(parts), tuple(notes_on(model)))

@@ -15,6 +15,7 @@ from ....core.activation import Activation
 from ....core.errors import InvalidInput
 from ....core.weights import ExpertWeights, Weight
 from ..gates import read_gate
+from ..quantized_experts import stored_in, weight_of
 from .adapter import Adapter
 from .tensors import plain, require_unpacked
 
@@ -56,7 +57,7 @@ def is_decorated(module: nn.Module) -> bool:
 def weights(module: nn.Module, facts: Facts) -> ExpertWeights:
     return ExpertWeights(
         up=_weight(module, facts.up_name, facts),
-        down=_weight(module, "down_proj", facts),
+        down=_weight(module, "down_proj", facts),  # type: ignore[arg-type]  # a pair is of gate and up only
         activation=facts.activation or Activation.custom(module._apply_gate if facts.gated else module.act_fn),  # type: ignore[arg-type]
         gated=facts.gated,
         interleaved=facts.interleaved,
@@ -64,8 +65,10 @@ def weights(module: nn.Module, facts: Facts) -> ExpertWeights:
     )
 
 
-def _weight(module: nn.Module, name: str, facts: Facts) -> Weight:
+def _weight(module: nn.Module, name: str, facts: Facts) -> Weight | tuple[Weight, Weight]:
     bias: Tensor | None = plain(module, f"{name}_bias") if facts.has_bias else None
+    if (stored := stored_in(module)) is not None:
+        return weight_of(module, stored, name, bias)
     return Weight(plain(module, name), bias, transposed=facts.transposed)
 
 
@@ -74,10 +77,13 @@ def read(module: nn.Module) -> Iterator[Facts]:
     gated, has_bias = flags.has_gate, flags.has_bias
     has_norm = getattr(flags, "has_post_expert_norm", False)
     up_name = "gate_up_proj" if gated else "up_proj"
-    known = {up_name, "down_proj"} | ({f"{up_name}_bias", "down_proj_bias"} if has_bias else set())
+    stored = stored_in(module)
+    known = {up_name, "down_proj"} if stored is None else stored.all_names()
+    known |= {f"{up_name}_bias", "down_proj_bias"} if has_bias else set()
     parts = {"act_fn"} | ({_NORM} if has_norm else set())
     _require_known_parts(module, known, parts)
-    require_unpacked(module, *sorted(known))
+    if stored is None:
+        require_unpacked(module, *sorted(known))
     interleaved = gated and not flags.is_concatenated
     yield Facts(
         up_name=up_name,
