@@ -1,5 +1,6 @@
 """Numbers that can be trusted: checked against float64 first, then timed, peers in the same run.
 
-shapes → cases (tensors) → peers (who runs them) → measure (check, time) → run (cells in a row)
-→ report (JSON), page (markdown), plot. Roofs are measured on the machine of the run.
+shapes, configs → cases (tensors) → peers (who runs them) → reference, measure (check, then time in turn), samplers
+→ run (cells in a row) → report (the data, JSON by schema.json) → write: page (Markdown), html and svg, plot (PNG),
+table (CSV). roofs are measured on the machine of the run; compare tells two reports apart.
 """

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.cost import bytes_per_expert, experts_hit
 from ..core.errors import InvalidInput
 from ..core.weights import ExpertWeights, Weight
+from ..quantization import quantize_experts
 from .shapes import Shape
 
 ROUTINGS = ("uniform", "zipf", "one_expert")
@@ -30,32 +31,48 @@ class Cell:
         tokens: T.
         routing: "uniform": K distinct experts at random; "zipf": the same, the r-th most liked
             expert with probability ~ 1/r; "one_expert": every token has the same first expert.
+        format: of the weights, a key of `core.formats.FORMATS`.
+        training: whether a call is forward and backward, with gradients of all that may have one.
     """
 
     shape: Shape
     tokens: int
     dtype: torch.dtype
     routing: str = "uniform"
+    format: str = "dense"
+    training: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.shape.name} T={self.tokens} {str(self.dtype).removeprefix('torch.')} {self.routing}"
+        words = [self.shape.name, f"T={self.tokens}", str(self.dtype).removeprefix("torch."), self.routing]
+        words += [self.format] * (self.format != "dense") + ["training"] * self.training
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The tensors of one call; several draws share a layer's weights."""
+    """The tensors of one call; several draws share a layer's weights.
+
+    Attributes:
+        upstream: (T, H), the gradient of the result, for training.
+    """
 
     cell: Cell
     weights: ExpertWeights
     hidden_states: Tensor
     top_k_index: Tensor
     top_k_weights: Tensor
+    upstream: Tensor | None = None
 
     @property
     def hit(self) -> int:
         """Experts with at least one token."""
         return int(self.top_k_index.unique().numel())
+
+    def leaves(self) -> list[Tensor]:
+        """What gets a gradient: hidden_states, top_k_weights, then the layer's tensors; nothing in inference."""
+        tensors = [self.hidden_states, self.top_k_weights, *self.weights.tensors()]
+        return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def make_draws(cell: Cell, device: torch.device) -> list[Draw]:
@@ -68,19 +85,20 @@ def make_draws(cell: Cell, device: torch.device) -> list[Draw]:
         raise InvalidInput(f"unknown routing {cell.routing!r}; known: {', '.join(ROUTINGS)}")
     key = f"{cell}|{cell.seed}".encode()
     generator = torch.Generator(device).manual_seed(zlib.crc32(key))
-    layers = [make_weights(cell.shape, cell.dtype, generator)]
+    layers = [_layer(cell, generator)]
     while len(layers) < num_layers(cell, layers[0]):
-        layers.append(make_weights(cell.shape, cell.dtype, generator))
+        layers.append(_layer(cell, generator))
     # Many where a call is short, so that the way into and out of a pass is little of it; long calls
     # stream through the cache anyway.
     few = 8 if cell.tokens <= 64 else 4 if cell.tokens < 4096 else 2
-    num_draws = max(len(layers), few) if device.type == "cuda" else 2
+    num_draws = max(len(layers), few) if device.type == "cuda" and not cell.training else 2
     return [_draw(cell, layers[i % len(layers)], generator) for i in range(num_draws)]
 
 
 def num_layers(cell: Cell, layer: ExpertWeights) -> int:
     """Layers that a cell rotates among, at least one; see `make_draws`."""
-    if cell.tokens >= 4096:
+    # a backward pass reads and writes far more than a cache holds
+    if cell.tokens >= 4096 or cell.training:
         return 1
     hit_bytes = experts_hit(cell.tokens, cell.shape.top_k, cell.shape.experts) * bytes_per_expert(layer)
     layer_bytes = cell.shape.experts * bytes_per_expert(layer)
@@ -91,6 +109,14 @@ def num_layers(cell: Cell, layer: ExpertWeights) -> int:
     wanted = min(max(math.ceil(4 * cache / hit_bytes), 2), MOST_LAYERS)
     # the first one is made already and is no longer part of what is free
     return max(1, min(wanted, 1 + int(free // layer_bytes)))
+
+
+def _layer(cell: Cell, generator: torch.Generator) -> ExpertWeights:
+    weights = make_weights(cell.shape, cell.dtype, generator)
+    if cell.format != "dense":
+        return quantize_experts(weights, cell.format)  # which nobody trains
+    # parameters, so that a module of somebody else can hold the same tensors
+    return weights.map(torch.nn.Parameter) if cell.training else weights
 
 
 def make_weights(shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> ExpertWeights:
@@ -125,7 +151,11 @@ def _draw(cell: Cell, layer: ExpertWeights, generator: torch.Generator) -> Draw:
     routing = routing / routing.sum(-1, keepdim=True)
     if not cell.shape.fp32_routing:
         routing = routing.to(cell.dtype)
-    return Draw(cell, layer, x, make_ids(cell, generator), routing)
+    ids = make_ids(cell, generator)
+    if not cell.training:
+        return Draw(cell, layer, x, ids, routing)
+    upstream = torch.empty_like(x).normal_(generator=generator)
+    return Draw(cell, layer, x.requires_grad_(), ids, routing.requires_grad_(), upstream)
 
 
 def make_ids(cell: Cell, generator: torch.Generator) -> Tensor:

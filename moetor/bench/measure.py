@@ -6,7 +6,6 @@ Letters: T tokens, K experts per token, E experts, S = T·K pairs, H hidden size
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -14,14 +13,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..testing import Case, Inputs, oracle, prime_memory, relative_error
-from ..testing.contract import LIMITS
-from .cases import Draw
+from ..testing import prime_memory, relative_error
+from ..testing.contract import GRADIENT, LIMITS, QUANTIZED_LIMIT
+from .cases import Cell, Draw
 from .guard import Failure, guarded
 
-Call = Callable[[], Tensor]
-# Rows of one expert that the reference takes at a time: 1 GB of float64 at 2·I = 32768.
-REFERENCE_ROWS = 4096
+# The result of one call and, in training, the gradients of the draw's leaves.
+Call = Callable[[], list[Tensor]]
 MOST_SAMPLES = 200
 FEWEST_SAMPLES = 5
 
@@ -45,33 +43,49 @@ class Timing:
         return cls(round(median, 3), round(q1, 3), round(q3, 3), len(seconds))
 
 
-def reference(draw: Draw) -> Tensor:
-    """The result (T, H) in float64 on the draw's device, one expert at a time, so that no stack is widened."""
-    out = torch.zeros(draw.hidden_states.shape, dtype=torch.float64, device=draw.hidden_states.device)
-    case = Case(dtype=draw.cell.dtype)
-    for expert in draw.top_k_index.unique().tolist():
-        one = draw.weights.map(lambda tensor: tensor[expert : expert + 1].double())  # noqa: B023  called at once
-        tokens, slots = (draw.top_k_index == expert).nonzero(as_tuple=True)
-        for token, slot in zip(tokens.split(REFERENCE_ROWS), slots.split(REFERENCE_ROWS), strict=True):
-            x, routing = draw.hidden_states[token], draw.top_k_weights[token, slot, None]
-            ids = torch.zeros_like(routing, dtype=torch.int64)
-            rows, _ = oracle(Inputs(case, one, x, ids, routing), upstream=x)
-            out.index_add_(0, token, rows)
-    return out
+def trained(call: Callable[[], Tensor], draw: Draw) -> Call:
+    """Forward, then the gradients of every leaf."""
+    leaves = draw.leaves()
+
+    def step() -> list[Tensor]:
+        out = call()
+        return [out.detach(), *torch.autograd.grad(out, leaves, draw.upstream)]
+
+    return step
 
 
-def check(calls: Sequence[Call], references: Sequence[Tensor], draws: Sequence[Draw]) -> float:
+def inferred(call: Callable[[], Tensor]) -> Call:
+    """Forward alone."""
+    return lambda: [call()]
+
+
+def check(calls: Sequence[Call], references: Sequence[Sequence[Tensor]], draws: Sequence[Draw]) -> float:
     """The largest relative error of the calls' results, each made in memory full of NaN."""
     worst = 0.0
     for call, expected, draw in zip(calls, references, draws, strict=True):
         poison(draw)
-        worst = max(worst, relative_error(call(), expected))
+        worst = max(worst, error_of(call(), expected))
     return worst
 
 
-def wrong(error: float, dtype: torch.dtype, where: str = "the result") -> Failure | None:
-    """The failure, if this error is above the contract's limit for the dtype."""
-    limit = LIMITS[dtype]
+def error_of(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative error of a result and, where the reference has them, of the gradients.
+
+    A gradient passes through twice as many rounded products, so its error counts half; that of one
+    which is nearly zero is measured by all of them together.
+    """
+    total = sum(gradient.norm().item() ** 2 for gradient in expected[1:]) ** 0.5
+    errors = [relative_error(results[0], expected[0])]
+    errors += [
+        relative_error(got, wanted, floor=1e-3 * total) / GRADIENT
+        for got, wanted in zip(results[1:], expected[1:], strict=False)
+    ]
+    return max(errors)
+
+
+def wrong(error: float, cell: Cell, where: str = "the result") -> Failure | None:
+    """The failure, if this error is above the contract's limit for the cell."""
+    limit = LIMITS[cell.dtype] if cell.format == "dense" else max(LIMITS[cell.dtype], QUANTIZED_LIMIT)
     if error <= limit:
         return None
     how = f"is off by {error:.1e}, more than {limit:.1e}" if math.isfinite(error) else "has NaN or another shape"
@@ -102,58 +116,6 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device) - before)
-
-
-class CallSampler:
-    """Seconds of a call from Python: all draws back to back, from idle to idle, by the host's clock.
-
-    So it is the larger of the host's and the device's time, plus the last call's tail over the
-    number of draws: what a layer costs in a loop of layers.
-    """
-
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
-        self._calls, self._cuda = calls, device.type == "cuda"
-
-    def __call__(self) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for call in self._calls:
-            call()
-        self._wait()
-        return (time.perf_counter() - start) / len(self._calls)
-
-    def _wait(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-
-class GraphSampler:
-    """Seconds of a call inside a CUDA graph that holds one call of each draw, by device events."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            calls[0]()  # what a library makes once per stream is made outside the graph
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._results = [call() for call in calls]
-
-    def error(self, references: Sequence[Tensor]) -> float:
-        """The largest relative error of what a replay writes, over NaN."""
-        for result in self._results:
-            result.fill_(float("nan"))
-        self._graph.replay()
-        return max(relative_error(r, expected) for r, expected in zip(self._results, references, strict=True))
-
-    def __call__(self) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / len(self._results)
 
 
 def time_alternating(

@@ -8,50 +8,62 @@ from itertools import groupby
 
 from .measure import Timing
 from .report import CellResult, Report, Row
+from .shapes import Shape
 
 
-def page(report: Report, title: str = "One layer of experts, forward", plot: str | None = None) -> str:
+def page(report: Report, title: str = "One layer of experts", plot: str | None = None) -> str:
     """The page; `plot` is the file name of a picture beside it."""
     lines = [f"# {title}", ""]
-    lines += [f"- {name}: {value}" for name, value in _header(report) if value]
-    lines += ["", *_METHOD, ""]
+    lines += [f"- {name}: {value}" for name, value in header(report) if value]
+    lines += ["", *METHOD, ""]
     if plot:
         lines += [f"![µs over T]({plot})", ""]
     lines += ["## Who is ahead", "", *_summary(report), ""]
     for name, cells in groupby(report.cells, key=lambda cell: cell.shape.name):
-        lines += [*_shape(name, list(cells)), ""]
-    lines += _reasons(report)
+        lines += [*_shape(name, list(cells), report.modes), ""]
+    if why := list(reasons(report)):
+        lines += ["## Why there is no time", ""]
+        lines += [f"- **{candidate}** {reason} ({cells})" for candidate, reason, cells in why]
     if report.left_out:
         lines += ["", "## Not run", "", *(f"- {line}" for line in report.left_out)]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def one_line(cell: CellResult) -> str:
-    """A cell for the terminal: each candidate's call / graph in µs, or its status."""
-    parts = [f"{cell.shape.name} T={cell.tokens} {cell.routing} floor {cell.floor_us:.1f}"]
+    """A cell for the terminal: each candidate's µs by mode, or its status."""
+    parts = [f"{label(cell)} floor {cell.floor_us:.1f}"]
     for row in cell.rows:
         if row.status == "ok":
-            parts.append(f"{row.candidate} {_short(row.call)}/{_short(row.graph)}")
+            times = "/".join(_short(row.times.get(mode)) for mode in cell.modes)
+            parts.append(f"{row.candidate} {times or '–'}")
         elif row.status != "refused":
             parts.append(f"{row.candidate} {row.status.upper()}: {row.reason}")
     return " | ".join(parts)
 
 
+def label(cell: CellResult) -> str:
+    """The cell in words: its group and T."""
+    return f"{cell.group} T={cell.tokens}"
+
+
 # what every reader has to know to read the table
-_METHOD = (
+METHOD = (
     "Every result was within tolerance of a float64 reference before its candidate was timed, and what a graph's"
-    " replay writes was checked as well; memory was filled with NaN first. Medians, quartiles in brackets, candidates"
-    " in turn round by round.",
+    " replay or a compiled call writes was checked as well, in training the gradients too; memory was filled with NaN"
+    " first. Medians, quartiles in brackets, candidates in turn round by round.",
     "",
     "**call**: launched from Python, calls back to back, from idle to idle by the host's clock. **graph**: replay of"
-    " a CUDA graph that holds one call of each draw. **floor**: the larger of bytes (weights of the experts hit,"
-    " activations once) and useful FLOPs (6·T·K·H·I) over this machine's measured roofs. GB/s, TFLOP/s, % of roof and"
-    " × floor are of the graph where there is one, else of the call. **extra**: peak memory of a call beyond its"
-    " inputs, result included. Draws go round among several layers' weights, so that these come from memory.",
+    " a CUDA graph that holds one call of each draw. **compile** and the rest: a call through torch.compile in that"
+    " mode. **training**: forward and backward, with every gradient. **floor**: the larger of bytes (weights of the"
+    " experts hit, activations once) and useful FLOPs (6·T·K·H·I), in training both three times, over this machine's"
+    " measured roofs. GB/s, TFLOP/s, % of roof and × floor are of the graph where there is one, else of the first"
+    " time. **extra**: peak memory of a call beyond its inputs, result included. Draws go round among several layers'"
+    " weights, so that these come from memory.",
 )
 
 
-def _header(report: Report) -> Iterator[tuple[str, str | None]]:
+def header(report: Report) -> Iterator[tuple[str, str | None]]:
+    """What the numbers depend on, by name."""
     yield "date", report.date
     yield "commit", report.commit
     yield "command", f"`{report.command}`"
@@ -62,73 +74,70 @@ def _header(report: Report) -> Iterator[tuple[str, str | None]]:
 
 
 def _summary(report: Report) -> Iterator[str]:
-    yield (
-        "| shape | dtype | routing | T | floor µs | mode | fastest of ours | µs | × floor"
-        " | fastest peer | µs | peer / ours |"
-    )
-    yield "|---|---|---|--:|--:|---|---|--:|--:|---|--:|--:|"
+    yield "| cell | T | floor µs | mode | fastest of ours | µs | × floor | fastest peer | µs | peer / ours |"
+    yield "|---|--:|--:|---|---|--:|--:|---|--:|--:|"
     for cell in report.cells:
-        modes = [mode for mode in ("graph", "call") if any(getattr(row, mode) for row in cell.rows)]
-        for mode in modes or ["call"]:
+        for mode in cell.modes or ["call"]:
             ours, peer = cell.fastest(mode, peer=False), cell.fastest(mode, peer=True)
-            own, theirs = (getattr(row, mode) if row else None for row in (ours, peer))
+            own, theirs = (row.times[mode] if row else None for row in (ours, peer))
             ratio = f"**{theirs.median_us / own.median_us:.2f}**" if own and theirs else "–"
             yield (
-                f"| {cell.shape.name} | {cell.dtype} | {cell.routing} | {cell.tokens} | {cell.floor_us:.1f} | {mode}"
+                f"| {cell.group} | {cell.tokens} | {cell.floor_us:.1f} | {mode}"
                 f" | {ours.candidate if ours else '–'} | {_short(own)} | {_ratio(cell, own)}"
                 f" | {peer.candidate if peer else '–'} | {_short(theirs)} | {ratio} |"
             )
 
 
-def _shape(name: str, cells: list[CellResult]) -> Iterator[str]:
-    shape = cells[0].shape
-    extras = [word for word in ("bias", "interleaved", "transposed", "fp32_routing") if getattr(shape, word)]
-    sizes = f"E {shape.experts}, K {shape.top_k}, H {shape.hidden}, I {shape.intermediate}, gate {shape.gate}"
-    yield f"## {name}: {shape.model}"
+def _shape(name: str, cells: list[CellResult], modes: list[str]) -> Iterator[str]:
+    yield f"## {name}: {cells[0].shape.model}"
     yield ""
-    yield ", ".join([sizes, *extras])
+    yield sizes(cells[0].shape)
     yield ""
-    yield (
-        "| T | routing | hit | floor µs | candidate | call µs | graph µs | GB/s | TFLOP/s | % of roof | × floor"
-        " | extra MiB | error |"
-    )
-    yield "|--:|---|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    columns = ["T", "cell", "hit", "floor µs", "candidate", *(f"{mode} µs" for mode in modes), "GB/s", "TFLOP/s"]
+    columns += ["% of roof", "× floor", "extra MiB", "error"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|--:|---|--:|--:|---|" + "--:|" * (len(columns) - 5)
     for cell in cells:
         for row in cell.rows:
-            yield _line(cell, row)
+            yield f"| {' | '.join(line(cell, row, modes))} |"
 
 
-def _line(cell: CellResult, row: Row) -> str:
-    start = f"| {cell.tokens} | {cell.routing} | {cell.hit:.1f} | {cell.floor_us:.1f} | {row.candidate}"
+def sizes(shape: Shape) -> str:
+    """One layer in words."""
+    extras = [word for word in ("bias", "interleaved", "transposed", "fp32_routing") if getattr(shape, word)]
+    text = f"E {shape.experts}, K {shape.top_k}, H {shape.hidden}, I {shape.intermediate}, gate {shape.gate}"
+    return ", ".join([text, *extras])
+
+
+def line(cell: CellResult, row: Row, modes: list[str]) -> list[str]:
+    """The columns of one row of a table."""
+    group = cell.group.removeprefix(cell.shape.name).strip()
+    start = [str(cell.tokens), group, f"{cell.hit:.1f}", f"{cell.floor_us:.1f}", row.candidate]
     if row.status != "ok":
-        return f"{start} | {row.status} | | | | | | | {_error(row)} |"
+        return [*start, row.status, *[""] * (len(modes) + 4), _error(row)]
+    times = [_spread(row.times.get(mode)) for mode in modes]
     timing = row.best
     if timing is None:
-        rates = "– | – | – | –"
+        rates = ["–"] * 4
     else:
         share = 100 / cell.times_floor(timing)
-        rates = f"{cell.gb_per_s(timing):.3g} | {cell.tflop_per_s(timing):.3g} | {share:.0f} | {_ratio(cell, timing)}"
+        rates = [f"{cell.gb_per_s(timing):.3g}", f"{cell.tflop_per_s(timing):.3g}"]
+        rates += [f"{share:.0f}", _ratio(cell, timing)]
     extra = "–" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.1f}"
-    return f"{start} | {_spread(row.call)} | {_spread(row.graph)} | {rates} | {extra} | {_error(row)} |"
+    return [*start, *times, *rates, extra, _error(row)]
 
 
-def _reasons(report: Report) -> Iterator[str]:
-    """Why there is no time, once for all cells that share the reason."""
+def reasons(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Why there is no time, once for all cells that share the reason: candidate, reason, cells."""
     where: dict[tuple[str, str], list[str]] = {}
     for cell in report.cells:
-        label = f"{cell.shape.name} T={cell.tokens} {cell.routing}"
         for row in cell.rows:
-            reasons = [f"{row.status}: {row.reason}"] if row.reason else []
-            pairs = (("call", row.call_reason), ("graph", row.graph_reason))
-            reasons += [f"no {mode}: {reason}" for mode, reason in pairs if reason and reason != row.reason]
-            for reason in reasons:
-                where.setdefault((row.candidate, reason), []).append(label)
-    if where:
-        yield "## Why there is no time"
-        yield ""
+            words = [f"{row.status}: {row.reason}"] if row.reason else []
+            words += [f"no {mode}: {reason}" for mode, reason in row.no_time.items() if reason != row.reason]
+            for reason in words:
+                where.setdefault((row.candidate, reason), []).append(label(cell))
     for (candidate, reason), cells in where.items():
-        cells_text = "all cells" if len(cells) == len(report.cells) else ", ".join(cells)
-        yield f"- **{candidate}** {reason} ({cells_text})"
+        yield candidate, reason, "all cells" if len(cells) == len(report.cells) else ", ".join(cells)
 
 
 def _spread(timing: Timing | None) -> str:

@@ -4,7 +4,6 @@ A candidate says why it cannot run a draw, in words for the table, before anythi
 Letters: T tokens, K experts per token, S = T·K pairs, E experts, H hidden size, I intermediate size.
 """
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -17,13 +16,28 @@ from torch import Tensor
 from ..core.cost import bytes_per_expert
 from ..core.errors import unknown_name
 from ..core.interface import ExpertsInterface, describe_call
+from ..core.weights import ExpertWeights
 from ..forward import experts_forward
 from .cases import Draw
-from .measure import Call
 
 # Above this a copy of a weight stack per pair takes seconds and shows nothing new.
 GATHERED_BYTES = 8 * 2**30
 _COUNTS_ON_HOST = "reads counts on the host, which a CUDA graph cannot capture"
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A function and what it is called with to run a draw: what torch.compile gets, and its arguments.
+
+    Attributes:
+        fn: the same object for every draw of a candidate, so that it is compiled once.
+    """
+
+    fn: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> Tensor:
+        return self.fn(*self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +46,31 @@ class Candidate:
 
     Attributes:
         name: ours as users write them; "transformers:eager" and the like; other projects' names.
-        why_not: (draw, "call" or "graph") -> why it cannot, or None.
-        bind: (draw) -> a function without arguments that runs it; may be slow, is not timed.
+        why_not: (draw, mode) -> why it cannot, or None; modes are those of `samplers.MODES`.
+        bind: (draw) -> what runs it; may be slow, is not timed.
         peer: whether it is somebody else's.
     """
 
     name: str
     why_not: Callable[[Draw, str], str | None]
-    bind: Callable[[Draw], Call]
+    bind: Callable[[Draw], Bound]
     peer: bool = True
 
 
 def candidates(names: str = "all") -> list[Candidate]:
-    """Candidates by name; "ours", "peers" and "all" are groups."""
+    """Candidates by name; "ours", "transformers", "peers" and "all" are groups."""
     ours = [_ours(name) for name in ExpertsInterface.names()]
-    theirs = [*(_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")), _LIGER, _SONICMOE]
-    known = {candidate.name: candidate for candidate in (*ours, *theirs)}
-    groups = {"ours": ours, "peers": theirs, "all": [*ours, *theirs]}
+    hf = [_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")]
+    theirs = [*hf, _LIGER, _SONICMOE]
+    # a name that is a backend of ours means that one
+    known = {candidate.name: candidate for candidate in (*theirs, *ours)}
+    groups = {"ours": ours, "transformers": hf, "peers": theirs, "all": [*ours, *theirs]}
     chosen: dict[str, Candidate] = {}
     for name in (part.strip() for part in names.split(",") if part.strip()):
         if name not in groups and name not in known:
             raise unknown_name("candidate", name, [*groups, *known])
-        chosen |= {candidate.name: candidate for candidate in groups.get(name) or [known[name]]}
+        for candidate in groups.get(name) or [known[name]]:
+            chosen.setdefault(candidate.name, candidate)
     return list(chosen.values())
 
 
@@ -67,31 +84,43 @@ def _too_much_to_gather(draw: Draw) -> str | None:
 def _ours(name: str) -> Candidate:
     def why_not(draw: Draw, mode: str) -> str | None:
         x, ids, routing = draw.hidden_states, draw.top_k_index, draw.top_k_weights
-        call = replace(describe_call(draw.weights, x, ids, routing), capturing=mode == "graph")
+        with torch.set_grad_enabled(draw.cell.training):
+            call = describe_call(draw.weights, x, ids, routing)
+        # what reduce-overhead compiles goes into a CUDA graph
+        compiling = mode not in ("call", "graph")
+        call = replace(call, capturing=mode in ("graph", "reduce-overhead"), compiling=compiling)
         reason = ExpertsInterface[name].refusal(draw.weights, call)
         return reason or (_too_much_to_gather(draw) if name == "batched_mm" else None)
 
-    def bind(draw: Draw) -> Call:
-        x, ids, routing = draw.hidden_states, draw.top_k_index, draw.top_k_weights
-        return functools.partial(experts_forward, draw.weights, x, ids, routing, backend=name)
+    def forward(weights: ExpertWeights, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        return experts_forward(weights, x, ids, routing, backend=name)
+
+    def bind(draw: Draw) -> Bound:
+        return Bound(forward, (draw.weights, draw.hidden_states, draw.top_k_index, draw.top_k_weights))
 
     return Candidate(name, why_not, bind, peer=False)
 
 
 def _transformers(implementation: str) -> Candidate:
     def why_not(draw: Draw, mode: str) -> str | None:
-        shape = draw.cell.shape
-        if not shape.plain and not _is_gpt_oss(draw):
+        cell = draw.cell
+        if cell.format != "dense":
+            return "transformers keeps quantised experts in other modules, which the bench does not build"
+        if not cell.shape.plain and not _is_gpt_oss(draw):
             return "no experts module of transformers has this gate and storage"
         # torch's grouped product is one kernel for bfloat16 only, and else a loop on the host
-        loops = implementation == "eager" or (implementation == "grouped_mm" and draw.cell.dtype != torch.bfloat16)
+        loops = implementation == "eager" or (implementation == "grouped_mm" and cell.dtype != torch.bfloat16)
         if mode == "graph" and loops:
             return _COUNTS_ON_HOST
         return _too_much_to_gather(draw) if implementation == "batched_mm" else None
 
-    def bind(draw: Draw) -> Call:
+    def forward(module: torch.nn.Module, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
+        out: Tensor = module(x, ids, routing)
+        return out
+
+    def bind(draw: Draw) -> Bound:
         module = _experts_module(draw, implementation)
-        return functools.partial(module, draw.hidden_states, draw.top_k_index, draw.top_k_weights)
+        return Bound(forward, (module, draw.hidden_states, draw.top_k_index, draw.top_k_weights))
 
     return Candidate(f"transformers:{implementation}", why_not, bind)
 
@@ -128,25 +157,30 @@ def _experts_module(draw: Draw, implementation: str) -> torch.nn.Module:
         # older releases have these in the class
         module.alpha, module.limit = shape.activation.alpha, shape.activation.limit
     for name, tensor in tensors.items():
-        setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
+        parameter = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, False)
+        setattr(module, name, parameter)
     return module.eval()  # type: ignore[no-any-return]
 
 
-def _plain_on_gpu(draw: Draw, package: str, capability: int) -> str | None:
+def _plain_on_gpu(draw: Draw, mode: str, package: str, capability: int) -> str | None:
     if draw.hidden_states.device.type != "cuda":
         return f"needs a CUDA device, got {draw.hidden_states.device.type}"
     if importlib.util.find_spec(package) is None:
         return f"needs the package {package}"
     if torch.cuda.get_device_capability(draw.hidden_states.device)[0] < capability:
         return f"needs compute capability {capability}.0 or newer"
-    return None if draw.cell.shape.plain else "knows only silu(gate) · up, concatenated, without biases"
+    if mode not in ("call", "graph"):
+        return "is not compiled by torch.compile here"
+    if draw.cell.shape.plain and draw.cell.format == "dense":
+        return None
+    return "knows only dense silu(gate) · up, concatenated, without biases"
 
 
 def _liger_why_not(draw: Draw, mode: str) -> str | None:
-    return _plain_on_gpu(draw, "liger_kernel", 8) or (_COUNTS_ON_HOST if mode == "graph" else None)
+    return _plain_on_gpu(draw, mode, "liger_kernel", 8) or (_COUNTS_ON_HOST if mode == "graph" else None)
 
 
-def _liger_bind(draw: Draw) -> Call:
+def _liger_bind(draw: Draw) -> Bound:
     function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     up, down = draw.weights.all
 
@@ -156,10 +190,16 @@ def _liger_bind(draw: Draw) -> Call:
         out: Tensor = function.apply(draw.hidden_states, up.first, down.first, ids, draw.top_k_weights)
         return out
 
-    return call
+    return Bound(call, ())
 
 
-def _sonicmoe_bind(draw: Draw) -> Call:
+def _sonicmoe_why_not(draw: Draw, mode: str) -> str | None:
+    if draw.cell.training:
+        return "is run for inference only here"
+    return _plain_on_gpu(draw, mode, "sonicmoe", 9)
+
+
+def _sonicmoe_bind(draw: Draw) -> Bound:
     run = importlib.import_module("sonicmoe").moe_general_routing_inputs
     activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
     up_w, down_w = (weight.first.permute(1, 2, 0) for weight in draw.weights.all)
@@ -177,8 +217,8 @@ def _sonicmoe_bind(draw: Draw) -> Call:
         result: Tensor = out
         return result
 
-    return call
+    return Bound(call, ())
 
 
 _LIGER = Candidate("liger", _liger_why_not, _liger_bind)
-_SONICMOE = Candidate("sonicmoe", lambda draw, mode: _plain_on_gpu(draw, "sonicmoe", 9), _sonicmoe_bind)
+_SONICMOE = Candidate("sonicmoe", _sonicmoe_why_not, _sonicmoe_bind)

@@ -17,16 +17,14 @@ def plot(report: Report, path: Path) -> None:
     """Write the picture: graph times where there are any, else call times (dashed), and the floor."""
     # a figure of its own and no pyplot: no display is looked for, no state is left
     Figure: Any = importlib.import_module("matplotlib.figure").Figure
-    panels: dict[str, list[CellResult]] = {}
-    for cell in report.cells:
-        panels.setdefault(f"{cell.shape.name} {cell.dtype} {cell.routing}", []).append(cell)
+    panels = report.groups()
     columns = max(1, min(3, len(panels)))
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flat
     names = list(dict.fromkeys(row.candidate for cell in report.cells for row in cell.rows))
     for axes, (title, cells) in zip(grid, panels.items(), strict=False):
-        _panel(axes, title, sorted(cells, key=lambda cell: cell.tokens), names)
+        _panel(axes, title, cells, names)
     for axes in list(grid)[len(panels) :]:
         axes.set_visible(False)
     figure.suptitle(f"{report.machine.get('device')} · moetor {report.commit} · {report.date[:10]}", fontsize=9)
@@ -48,7 +46,7 @@ def _panel(axes: Any, title: str, cells: list[CellResult], names: list[str]) -> 
             label=name,
             color=f"C{index % 10}",
             marker="s" if rows[0][1].peer else "o",
-            linestyle="-" if any(row.graph for _, row in rows) else "--",
+            linestyle="-" if any("graph" in row.times for _, row in rows) else "--",
             markersize=4,
             linewidth=1.2,
         )

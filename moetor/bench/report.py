@@ -2,7 +2,7 @@
 
 The JSON is one object, `Report`, with the attributes below as keys:
 
-    schema      1
+    schema      2
     command     the exact command line
     commit      of moetor, with "+changes" when the tree differed
     date        ISO 8601, UTC
@@ -11,11 +11,15 @@ The JSON is one object, `Report`, with the attributes below as keys:
     cells       a list of `CellResult`
       shape     {"name", "model", "experts", "top_k", "hidden", "intermediate", "gate", "bias",
                  "interleaved", "transposed", "fp32_routing"}
-      tokens, dtype, routing, seed, draws, layers, hit, flops, weight_bytes, activation_bytes, floor_us
+      tokens, dtype, format, routing, training, seed, draws, layers, hit, flops, weight_bytes,
+      activation_bytes, floor_us
       rows      a list of `Row`: {"candidate", "peer", "status", "reason", "error", "first_call_s",
-                 "extra_bytes", "call", "graph", "call_reason", "graph_reason"}
-        call, graph   {"median_us", "q1_us", "q3_us", "samples"} or null, with the reason beside it
+                 "extra_bytes", "times", "no_time"}
+        times   mode to {"median_us", "q1_us", "q3_us", "samples"}
+        no_time mode to the reason why it has no time
     left_out    cells that were not run, as text with the reason
+
+`schema.json` beside this file says the same as a JSON Schema.
 
 Letters: T tokens, K experts per token, E experts, H hidden size, I intermediate size.
 """
@@ -31,7 +35,7 @@ from .measure import Timing
 from .roofs import Roofs
 from .shapes import Shape
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class Row:
         error: largest relative error over the draws, against float64; None also where there was NaN.
         first_call_s: of the first call, compilation included.
         extra_bytes: peak memory of one call beyond its inputs, result included.
-        call, graph: times; None with the reason in call_reason, graph_reason.
+        times: by mode, see `samplers.MODES`.
+        no_time: by mode, why there is none.
     """
 
     candidate: str
@@ -53,15 +58,13 @@ class Row:
     error: float | None = None
     first_call_s: float | None = None
     extra_bytes: int | None = None
-    call: Timing | None = None
-    graph: Timing | None = None
-    call_reason: str | None = None
-    graph_reason: str | None = None
+    times: dict[str, Timing] = field(default_factory=dict)
+    no_time: dict[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Timing | None:
-        """The graph's time where there is one, else the call's."""
-        return self.graph or self.call
+        """The graph's time where there is one, else the first there is."""
+        return self.times.get("graph") or next(iter(self.times.values()), None)
 
 
 @dataclass(slots=True)
@@ -77,7 +80,9 @@ class CellResult:
     shape: Shape
     tokens: int
     dtype: str
+    format: str
     routing: str
+    training: bool
     seed: int
     draws: int = 0
     layers: int = 0
@@ -90,14 +95,27 @@ class CellResult:
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
-        return cls(cell.shape, cell.tokens, str(cell.dtype).removeprefix("torch."), cell.routing, cell.seed)
+        dtype = str(cell.dtype).removeprefix("torch.")
+        return cls(cell.shape, cell.tokens, dtype, cell.format, cell.routing, cell.training, cell.seed)
+
+    @property
+    def group(self) -> str:
+        """What a plot over T keeps fixed."""
+        words = [self.shape.name, self.dtype, self.routing]
+        words += [self.format] * (self.format != "dense") + ["training"] * self.training
+        return " ".join(words)
+
+    @property
+    def modes(self) -> list[str]:
+        """Those that somebody has a time in."""
+        return list(dict.fromkeys(mode for row in self.rows for mode in row.times))
 
     def gb_per_s(self, timing: Timing) -> float:
         """Bytes that have to move, over the time."""
         return (self.weight_bytes + self.activation_bytes) / timing.median_us / 1e3
 
     def tflop_per_s(self, timing: Timing) -> float:
-        """Useful operations, 6·T·K·H·I, over the time."""
+        """Useful operations, 6·T·K·H·I and in training three times that, over the time."""
         return self.flops / timing.median_us / 1e6
 
     def times_floor(self, timing: Timing) -> float:
@@ -105,8 +123,8 @@ class CellResult:
 
     def fastest(self, mode: str, peer: bool) -> Row | None:
         """The fastest of the peers, or of ours."""
-        rows = [row for row in self.rows if row.peer == peer and getattr(row, mode)]
-        return min(rows, key=lambda row: getattr(row, mode).median_us, default=None)
+        rows = [row for row in self.rows if row.peer == peer and mode in row.times]
+        return min(rows, key=lambda row: row.times[mode].median_us, default=None)
 
 
 @dataclass(slots=True)
@@ -121,6 +139,18 @@ class Report:
     cells: list[CellResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     schema: int = SCHEMA
+
+    @property
+    def modes(self) -> list[str]:
+        """Those that some cell has a time in."""
+        return list(dict.fromkeys(mode for cell in self.cells for mode in cell.modes))
+
+    def groups(self) -> dict[str, list[CellResult]]:
+        """Cells that differ in T alone, in the order of T."""
+        groups: dict[str, list[CellResult]] = {}
+        for cell in self.cells:
+            groups.setdefault(cell.group, []).append(cell)
+        return {name: sorted(cells, key=lambda cell: cell.tokens) for name, cells in groups.items()}
 
     def save(self, path: Path) -> None:
         """Write JSON; an interruption leaves the file that was there before."""
@@ -149,4 +179,4 @@ def _cell(data: dict[str, Any]) -> CellResult:
 
 
 def _row(data: dict[str, Any]) -> Row:
-    return Row(**{**data, **{mode: Timing(**data[mode]) for mode in ("call", "graph") if data[mode]}})
+    return Row(**{**data, "times": {mode: Timing(**timing) for mode, timing in data["times"].items()}})

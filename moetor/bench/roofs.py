@@ -49,10 +49,17 @@ def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype, repeats: int) 
 
 
 def cost_of(draws: Sequence[Draw]) -> tuple[Cost, float]:
-    """The mean cost of a call and the mean number of experts hit, of the draws as they were made."""
+    """The mean cost of a call and the mean number of experts hit, of the draws as they were made.
+
+    Training is three times the forward's: each product has two more in the backward pass, weights are
+    read again and their gradients written.
+    """
     hit = statistics.fmean(draw.hit for draw in draws)
     draw = draws[0]
-    return cost(draw.weights, draw.cell.tokens, draw.cell.shape.top_k, hit), hit
+    forward = cost(draw.weights, draw.cell.tokens, draw.cell.shape.top_k, hit)
+    if not draw.cell.training:
+        return forward, hit
+    return Cost(3 * forward.flops, 3 * forward.weight_bytes, 3 * forward.activation_bytes), hit
 
 
 def _median_s(action: Callable[[], object], device: torch.device, repeats: int) -> float:

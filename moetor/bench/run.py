@@ -5,27 +5,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .cases import Cell, Draw, make_draws
 from .guard import DeviceLost, Failure, guarded
-from .measure import (
-    Call,
-    CallSampler,
-    GraphSampler,
-    check,
-    extra_bytes,
-    reference,
-    time_alternating,
-    wrong,
-)
-from .peers import Candidate
+from .measure import Call, check, extra_bytes, time_alternating, wrong
+from .peers import Bound, Candidate
+from .reference import reference
 from .report import CellResult, Report, Row
 from .roofs import cost_of
+from .samplers import COMPILE_MODES, CallSampler, GraphSampler, calls_of, compiled_calls
 
-MODES = ("call", "graph")
+S = TypeVar("S", CallSampler, GraphSampler)
 
 
 @dataclass(slots=True)
@@ -33,7 +27,7 @@ class Settings:
     """How a run goes.
 
     Attributes:
-        modes: of `MODES`; "graph" on CUDA only.
+        modes: of `samplers.MODES`; "graph" on CUDA only.
         cell_s: seconds of timing for a cell and mode, all candidates together.
         first_s: most that a candidate's check may take, compilation included. A candidate that
             took longer is not asked again for the same shape.
@@ -70,13 +64,13 @@ def run(
         result = CellResult.of(cell)
         try:
             left_s = None if settings.budget_s is None else settings.budget_s - spent
-            with torch.no_grad():
+            with torch.set_grad_enabled(cell.training):
                 _run_cell(cell, candidates, settings, report, result, left_s)
         except DeviceLost as error:
             lost = str(error)
             known = {row.candidate for row in result.rows}
             for row in result.rows:
-                if row.status == "ok" and row.best is None:
+                if row.status == "ok" and not row.times:
                     row.status, row.reason = "failed", lost
             result.rows += [_row(c, Failure("failed", lost)) for c in candidates if c.name not in known]
         report.cells.append(result)
@@ -108,47 +102,51 @@ def _run_cell(
     result.flops, result.weight_bytes, result.activation_bytes = cost.flops, cost.weight_bytes, cost.activation_bytes
     result.floor_us = cost.floor_us(report.roofs.bytes_per_s, report.roofs.flops_per_s)
 
-    begin, bound = {}, settings.clock()
+    begin, start = {}, settings.clock()
     for candidate in candidates:
         limit_s = settings.first_s
         if left_s is not None:
             # a little is left to those that come after a slow compiler
-            limit_s = max(5.0, min(limit_s, left_s - (settings.clock() - bound)))
-        row, calls = _check(candidate, draws, references, settings, limit_s)
+            limit_s = max(5.0, min(limit_s, left_s - (settings.clock() - start)))
+        row, forwards = _check(candidate, draws, references, settings, limit_s)
         result.rows.append(row)
-        if calls is not None:
-            begin[row.candidate] = (candidate, row, calls)
+        if forwards is not None:
+            begin[row.candidate] = (candidate, row, forwards)
 
     for mode in settings.modes:
         samplers: dict[str, Callable[[], float]] = {}
-        for name, (candidate, row, calls) in begin.items():
-            sampler = _sampler(mode, candidate, draws, calls, references, settings.device)
+        if mode in COMPILE_MODES:
+            torch.compiler.reset()  # what an earlier cell or mode compiled counts against a limit
+        for name, (candidate, row, bound) in begin.items():
+            sampler = _sampler(mode, candidate, draws, bound, references, settings)
             if isinstance(sampler, Failure):
-                setattr(row, f"{mode}_reason", sampler.reason)
+                row.no_time[mode] = sampler.reason
                 if sampler.status == "wrong":
-                    row.status, row.reason, row.call = "wrong", sampler.reason, None
-            else:
+                    # wrong in one mode is no backend to be timed in another
+                    row.status, row.reason, row.times = "wrong", sampler.reason, {}
+            elif row.status == "ok":
                 samplers[name] = sampler
         for name, timing in time_alternating(samplers, len(draws), settings.cell_s).items():
             row = begin[name][1]
             if isinstance(timing, Failure):
-                setattr(row, f"{mode}_reason", timing.reason)
-            elif row.status == "ok":
-                setattr(row, mode, timing)
+                row.no_time[mode] = timing.reason
+            else:
+                row.times[mode] = timing
 
 
-def _make(cell: Cell, device: torch.device) -> tuple[list[Draw], list[Tensor]]:
+def _make(cell: Cell, device: torch.device) -> tuple[list[Draw], list[list[Tensor]]]:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # so that the number of layers is not set by what the last cell left
     draws = make_draws(cell, device)
-    return draws, [reference(draw) for draw in draws]
+    # gradients of one draw are checked: a stack of them in float64 takes four times the memory of the layer
+    return draws, [reference(draw, gradients=cell.training and i == 0) for i, draw in enumerate(draws)]
 
 
 def _check(
-    candidate: Candidate, draws: list[Draw], references: list[Tensor], settings: Settings, limit_s: float
-) -> tuple[Row, list[Call] | None]:
-    """The candidate's row so far, and its calls if they are right."""
+    candidate: Candidate, draws: list[Draw], references: list[list[Tensor]], settings: Settings, limit_s: float
+) -> tuple[Row, list[Bound] | None]:
+    """The candidate's row so far, and what it runs if that is right."""
     key = (draws[0].cell.shape.name, candidate.name)
     reasons = [candidate.why_not(draws[0], mode) for mode in settings.modes]
     if all(reasons):
@@ -158,14 +156,15 @@ def _check(
 
     row = _row(candidate)
 
-    def attempt() -> tuple[list[Call], float]:
-        calls = [candidate.bind(draw) for draw in draws]
+    def attempt() -> tuple[list[Bound], list[Call], float]:
+        bound = [candidate.bind(draw) for draw in draws]
+        calls = calls_of(draws, bound)
         start = time.perf_counter()
         calls[0]()
         if settings.device.type == "cuda":
             torch.cuda.synchronize()
         row.first_call_s = round(time.perf_counter() - start, 3)
-        return calls, check(calls, references, draws)
+        return bound, calls, check(calls, references, draws)
 
     checked = guarded(attempt, limit_s)
     if isinstance(checked, Failure):
@@ -173,32 +172,56 @@ def _check(
             settings.gave_up[key] = checked
         row.status, row.reason = checked.status, checked.reason
         return row, None
-    calls, error = checked
+    bound, calls, error = checked
     row.error = error if math.isfinite(error) else None  # JSON has no infinity
-    if failure := wrong(error, draws[0].cell.dtype):
+    if failure := wrong(error, draws[0].cell):
         row.status, row.reason = failure.status, failure.reason
         return row, None
     peak = guarded(lambda: extra_bytes(calls[0], settings.device))
     row.extra_bytes = None if isinstance(peak, Failure) else peak
-    return row, calls
+    return row, bound
 
 
 def _sampler(
     mode: str,
     candidate: Candidate,
     draws: list[Draw],
-    calls: list[Call],
-    references: list[Tensor],
-    device: torch.device,
+    bound: list[Bound],
+    references: list[list[Tensor]],
+    settings: Settings,
 ) -> Callable[[], float] | Failure:
+    cell = draws[0].cell
     if reason := candidate.why_not(draws[0], mode):
         return Failure("refused", reason)
     if mode == "call":
-        return CallSampler(calls, device)
-    graph = guarded(lambda: GraphSampler(calls))
-    if isinstance(graph, Failure):
-        return graph
-    error = guarded(lambda: graph.error(references))
-    if isinstance(error, Failure):
-        return error
-    return wrong(error, draws[0].cell.dtype, "a replayed graph's result") or graph
+        return CallSampler(calls_of(draws, bound), settings.device)
+    if mode == "graph":
+        return _checked(
+            lambda: GraphSampler(calls_of(draws, bound)),
+            lambda graph: graph.error(references),
+            cell,
+            "a replayed graph's result",
+        )
+    return _checked(
+        lambda: CallSampler(compiled_calls(mode, draws, bound), settings.device),
+        lambda compiled: check(compiled.calls, references, draws),
+        cell,
+        "a compiled call's result",
+        settings.first_s,
+    )
+
+
+def _checked(
+    make: Callable[[], S], error_of: Callable[[S], float], cell: Cell, where: str, limit_s: float | None = None
+) -> S | Failure:
+    """What is made, if its results are right."""
+
+    def attempt() -> tuple[S, float]:
+        made = make()
+        return made, error_of(made)
+
+    attempted = guarded(attempt, limit_s)
+    if isinstance(attempted, Failure):
+        return attempted
+    made, error = attempted
+    return wrong(error, cell, where) or made

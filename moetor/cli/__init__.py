@@ -2,7 +2,7 @@
 
 import typer
 
-from . import demo, doctor, generate
+from . import bench, demo, doctor, generate
 
 app = typer.Typer(
     name="moetor",
@@ -14,6 +14,7 @@ app = typer.Typer(
 app.command("demo")(demo.run)
 app.command("generate")(generate.run)
 app.command("doctor")(doctor.run)
+app.command("bench")(bench.run)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moetor.bench.cases import ROUTINGS, Cell, Draw, make_draws, make_ids
-from moetor.bench.measure import reference
+from moetor.bench.reference import reference
 from moetor.bench.roofs import cost_of, measure_roofs
 from moetor.bench.shapes import SHAPES, Shape, parse_shapes
 from moetor.core.errors import InvalidInput, UnknownBackend
@@ -54,7 +54,19 @@ def test_reference_is_the_oracle(gpt_oss: bool) -> None:
     draw = make_draws(cell, CPU)[0]
     inputs = Inputs(Case(), draw.weights, draw.hidden_states, draw.top_k_index, draw.top_k_weights)
     expected, _ = oracle(inputs, draw.hidden_states)
-    assert relative_error(reference(draw), expected) < 1e-14
+    assert relative_error(reference(draw)[0], expected) < 1e-14
+
+
+def test_reference_gradients_are_the_oracle() -> None:
+    cell = Cell(Shape("tiny", "none", 5, 2, 32, 16, bias=True), 7, torch.float32, training=True)
+    draw = make_draws(cell, CPU)[0]
+    assert draw.upstream is not None
+    inputs = Inputs(Case(), draw.weights, draw.hidden_states, draw.top_k_index, draw.top_k_weights)
+    result, gradients = oracle(inputs, draw.upstream)
+    got = reference(draw, gradients=True)
+    assert len(got) == 1 + len(draw.leaves()) == 7
+    for value, expected in zip(got, [result, *gradients.values()], strict=True):
+        assert relative_error(value, expected) < 1e-14
 
 
 def test_floor_is_bytes_of_the_experts_hit() -> None:

@@ -1,0 +1,189 @@
+"""`moetor bench`: one layer of experts, every backend in every cell, checked, then timed."""
+
+import shlex
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from .. import forward
+from ..bench.cases import ROUTINGS, Cell
+from ..bench.compare import compare as compare_reports
+from ..bench.configs import shape_of_model
+from ..bench.machine import commit, describe_machine
+from ..bench.page import label, one_line
+from ..bench.peers import Candidate, candidates
+from ..bench.report import Report
+from ..bench.roofs import measure_roofs
+from ..bench.run import Settings
+from ..bench.run import run as run_cells
+from ..bench.samplers import MODES
+from ..bench.shapes import SHAPES, Shape, parse_shapes
+from ..bench.write import save, save_all
+from ..core.errors import InvalidInput, unknown_name
+from ..core.formats import FORMATS
+from .bench_terminal import fastest, line, progress
+from .machine import default_device
+from .terminal import err, errors_in_one_line, fail, out
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PASSES = {"forward": False, "training": True}
+# the scales of static formats come from a calibration
+MEASURED_FORMATS = [name for name, format in FORMATS.items() if format.activation_scheme != "static"]
+INTERRUPTED = 130  # as a shell says it
+
+
+def run(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Of a real model, see --list, or E,K,H,I. May be repeated.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="A model's folder or config.json, for its shape.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts T.")] = "1,8,64,512,4096",
+    dtype: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32. [default: bf16 on a GPU, fp32 on a CPU]")] = "",
+    format: Annotated[str, typer.Option(help="Of the weights: dense, fp8, mxfp4 and others.")] = "dense",
+    passes: Annotated[str, typer.Option("--pass", help="Of forward and training.")] = "forward",
+    mode: Annotated[
+        str, typer.Option(help="Of call, graph and torch.compile's. [default: call, and on a GPU graph]")
+    ] = "",
+    routing: Annotated[str, typer.Option(help="Of uniform, zipf and one_expert.")] = "uniform",
+    backend: Annotated[str, typer.Option(help="Backends by name; ours: all of them.")] = "ours",
+    peer: Annotated[
+        str, typer.Option(help="Others' own code, on the same tensors: transformers, liger, sonicmoe; peers: all.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="[default: the first GPU, else the CPU]")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="Of PyTorch on the CPU; 0: its own choice.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Of timing, for a cell and mode, all backends together.")] = 1.0,
+    first_seconds: Annotated[
+        float, typer.Option(min=0, help="Most for a check, compilation included; slower ones are left out.")
+    ] = 120.0,
+    budget: Annotated[float | None, typer.Option(min=0, help="Begin no cell after this many seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all tensors.")] = 0,
+    output: Annotated[
+        Path, typer.Option("--out", help="Folder for results.json, results.csv, report.html, page.md and plot.png.")
+    ] = Path("bench-results"),
+    json: Annotated[Path | None, typer.Option(help="Write the JSON here as well.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the CSV here as well.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Measure nothing: say what changed from A.json to B.json.")
+    ] = None,
+    list_shapes: Annotated[
+        bool, typer.Option("--list", help="Measure nothing: list the shapes of real models.")
+    ] = False,
+) -> None:
+    """Measure one layer of experts: every backend in every cell, checked against float64, then timed in turn.
+
+    Results are printed as they come and kept in --out after every cell, so that an interrupted run keeps what it has.
+    A wrong result gets no time; what is refused, fails or lacks memory is a cell with its reason.
+    """
+    if list_shapes:
+        for each in SHAPES.values():
+            sizes = f"{each.experts},{each.top_k},{each.hidden},{each.intermediate}"
+            line(out, f"{each.name:6} {each.model:24} {sizes}")
+        return
+    if compare:
+        _compare(*compare)
+        return
+    with errors_in_one_line():
+        if forward.OVERRIDE:
+            raise InvalidInput("MOETOR_EXPERTS is set, so every backend of ours would be the same one; unset it")
+        where = _device(device)
+        kinds = _named("dtype", dtype or ("fp32" if where.type == "cpu" else "bf16"), DTYPES)
+        modes = _named("mode", mode or ("call,graph" if where.type == "cuda" else "call"), MODES)
+        if "graph" in modes and where.type != "cuda":
+            raise InvalidInput(f"--mode graph needs a CUDA device, got {where}")
+        cells = [
+            Cell(shape, T, DTYPES[kind], spread, weights, PASSES[way], seed)
+            for shape in _shapes(shape, model)
+            for kind in kinds
+            for weights in _named("format", format, MEASURED_FORMATS)
+            for way in _named("pass", passes, PASSES)
+            for spread in _named("routing", routing, ROUTINGS)
+            for T in _counts(tokens)
+        ]
+        chosen = candidates(",".join(filter(None, (backend, peer))))
+        if threads:
+            torch.set_num_threads(threads)
+        settings = Settings(where, modes, seconds, first_seconds, budget)
+        command, date = shlex.join(["moetor", *sys.argv[1:]]), datetime.now(UTC).isoformat(timespec="seconds")
+        report = Report(command, commit(), date, describe_machine(where), measure_roofs(where, DTYPES[kinds[0]]))
+    with errors_in_one_line(OSError):
+        _measure(cells, chosen, settings, report, output, json, csv)
+
+
+def _measure(
+    cells: list[Cell],
+    chosen: list[Candidate],
+    settings: Settings,
+    report: Report,
+    folder: Path,
+    json: Path | None,
+    csv: Path | None,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    roofs = report.roofs
+    line(out, f"{report.machine['device']}, torch {report.machine['torch']}, commit {report.commit}")
+    product = f"{roofs.flops_per_s / 1e12:.3g} TFLOP/s in {roofs.dtype}"
+    line(out, f"roofs: {roofs.bytes_per_s / 1e9:.3g} GB/s copy, {product}; µs, {' / '.join(settings.modes)}")
+    interrupted = False
+    with progress(len(cells)) as advance:
+        try:
+            for result in run_cells(cells, chosen, settings, report):
+                line(out, one_line(result))
+                save(report, folder, json)
+                advance(label(result))
+        except KeyboardInterrupt:
+            interrupted = True
+            report.left_out += [f"{cell}: interrupted" for cell in cells[len(report.cells) :]]
+    for note in [*save_all(report, folder, json, csv), *(f"not run: {text}" for text in report.left_out)]:
+        line(err, note)
+    for table in fastest(report):
+        out.print(table)
+    line(out, f"{len(report.cells)} of {len(cells)} cells in {folder}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _compare(first: Path, second: Path) -> None:
+    with errors_in_one_line(OSError):
+        found = compare_reports(Report.load(first), Report.load(second))
+    changed = sorted(found.beyond_noise, key=lambda change: -change.ratio)
+    for text in [*found.notes, *map(str, changed)]:
+        line(out, text)
+    line(out, f"{len(changed)} of {len(found.changes)} times changed beyond noise")
+
+
+def _shapes(names: list[str] | None, models: list[str] | None) -> list[Shape]:
+    if not names and not models:
+        raise InvalidInput("needs --shape or --model; --list names the shapes of real models")
+    shapes = [shape for text in names or () for shape in parse_shapes(text)]
+    return [*shapes, *(shape_of_model(path) for path in models or ())]
+
+
+def _named(what: str, text: str, known: Iterable[str]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in known:
+            raise unknown_name(what, name, known)
+    if not names:
+        raise InvalidInput(f"needs a {what}, got {text!r}; known: {', '.join(known)}")
+    return names
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(count) if count.strip().isdecimal() else 0 for count in text.split(",")]
+    if not all(counts):
+        raise InvalidInput(f"token counts must be numbers of at least 1, got {text}")
+    return counts
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name) if name else default_device()
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such device; torch built without CUDA
+        raise fail(f"cannot use the device {name!r}: {error}", 2) from error
+    return device
