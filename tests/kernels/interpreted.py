@@ -53,6 +53,9 @@ def main() -> None:
     table.FEW_TOKENS = 4
     few = [replace(case, tokens=3) for case in grid() if case.tokens == 19 and case.hidden == 64]
     check("matrix-vector", few[::2])
+    for name in ("_DOWN_VECTOR", "_DOWN_COLUMN_VECTOR"):
+        setattr(table, name, tuple(replace(entry, by_pair=not entry.by_pair) for entry in getattr(table, name)))
+    check("matrix-vector, the second product the other way", few[1::3])
     group.ONE_LAUNCH, group.CHUNK = 16, 16
     check("grouping in four launches", [replace(grid()[0], tokens=50), replace(grid()[0], tokens=33, top_k=5)])
     grouping_of(100, 5, 16)

@@ -1,6 +1,6 @@
 """A whole layer of experts: route, product and gate, product and weight, add.
 
-Two launches for a few tokens, four or seven for more.
+Two or three launches for a few tokens, four or seven for more.
 
 Letters: T tokens, K experts per token, S = T·K pairs, E experts, H hidden size, I intermediate
 size. Inference only. Weights are read where they lie, through their strides.

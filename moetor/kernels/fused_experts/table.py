@@ -46,12 +46,18 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """One program of a matrix-vector kernel: BN rows of a matrix, BK columns a step."""
+    """One program of a matrix-vector kernel: BN rows of a matrix, BK columns a step.
+
+    Attributes:
+        by_pair: of the second product: one pair's row a program, added by a launch of its own; else a
+            program goes over all pairs of a token.
+    """
 
     BN: int
     BK: int
     warps: int
     stages: int
+    by_pair: bool = False
 
 
 # The most tokens that go through the matrix-vector kernels: at 8, tiles are as fast.
@@ -78,7 +84,7 @@ _UP_VECTOR = (Vector(4, 128, 1, 4), Vector(8, 256, 2, 3))
 _DOWN_VECTOR = (Vector(4, 512, 2, 3), Vector(8, 256, 2, 4))
 # Where columns are contiguous: gpt-oss-120b's shape.
 _UP_COLUMN_VECTOR = (Vector(32, 128, 4, 3), Vector(64, 64, 4, 3))
-_DOWN_COLUMN_VECTOR = (Vector(16, 256, 4, 3), Vector(16, 128, 2, 4))
+_DOWN_COLUMN_VECTOR = (Vector(16, 128, 2, 4, by_pair=True), Vector(64, 128, 8, 3, by_pair=True))
 
 
 def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: int) -> tuple[Tile, Tile]:

@@ -2,7 +2,8 @@
 
 At one token all of the time goes into reading the weights of K experts once. Each program reads
 some rows of one matrix; the second product goes over a token's K experts itself and adds them in
-slot order, so two launches do it all.
+slot order, so two launches do it all. Where its columns are contiguous, programs are wider and would
+be too few: there it runs a pair a program, as if each pair were a token with one expert.
 """
 
 import triton
