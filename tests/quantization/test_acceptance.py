@@ -1,5 +1,7 @@
 """The cases O2 and O6 for quantised experts, over every backend; tests/test_acceptance_cases.py has the dense ones."""
 
+import mmap
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -101,6 +103,45 @@ def test_o6_finds_groups_that_are_divided_by_their_zero_scale() -> None:
     x = with_zeros(inputs.hidden_states).float()
     assert not naive(x)[5].isfinite().all()
     assert not naive(x)[7].isfinite().all()
+
+
+@on_each_device
+@with_each_backend
+@pytest.mark.parametrize(
+    ("format", "hidden", "intermediate"),
+    [("fp8", 63, 17), ("fp8", 1025, 512), ("fp8_tensor", 4, 2), ("fp8_weights", 257, 31), ("mxfp4", 96, 32)],
+)
+def test_o9_odd_sizes_one_byte_into_larger_buffers(
+    backend: str, format: str, hidden: int, intermediate: int, device: str
+) -> None:
+    sizes = {"tokens": 8, "experts": 3, "hidden": hidden, "intermediate": intermediate}
+    case = Case(**sizes, dtype=torch.bfloat16, format=format, layout="unaligned")
+    assert inputs_for(backend, case, device).weights.down.data.data_ptr() % 2
+    problems, _ = check_case(backend, inputs_for(backend, case, device))
+    assert not problems
+
+
+@with_each_backend
+@pytest.mark.parametrize("format", ["fp8", "mxfp4"])
+def test_o9_memory_mapped_payload_at_an_odd_place(backend: str, format: str) -> None:
+    """As safetensors maps it: a file's data begin where its header ends."""
+    inputs = inputs_for(backend, Case(dtype=torch.bfloat16, format=format), "cpu")
+    parts = inputs.weights.tensors()
+    with tempfile.TemporaryFile() as file:
+        places = []
+        for part in parts:
+            file.write(b"\0" * (9 if part.itemsize == 1 else -file.tell() % 4))
+            places.append(file.tell())
+            file.write(part.view(torch.uint8).numpy().tobytes())
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors = iter(
+            torch.frombuffer(mapped, dtype=part.dtype, count=part.numel(), offset=place).view(part.shape)
+            for part, place in zip(parts, places, strict=True)
+        )
+        result = forward(inputs, backend, weights=inputs.weights.map(lambda _: next(tensors)))
+    expected, _ = oracle(inputs, torch.ones_like(result))
+    assert relative_error(result, expected) <= 1e-2
 
 
 @on_each_device

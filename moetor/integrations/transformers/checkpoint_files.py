@@ -8,7 +8,7 @@ nothing of models, and finds nothing where it cannot look (other formats than sa
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,6 +21,8 @@ _ONE_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
 # Names of a matrix's scales, beside "weight".
 _SCALES = ("weight_scale_inv", "scale", "qscale_weight", "weight_scale")
+_PAYLOADS = ("F8_E4M3", "I8", "U8")
+_OTHER_PAYLOADS = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 _Shape = tuple[int, ...]
 _Tensor = tuple[_Shape, str]  # its shape and its dtype, as safetensors writes it
@@ -51,11 +53,24 @@ def find_fault(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
     return fault or _fault_of_scales({key: dtype for key, (_, dtype) in tensors.items()})
 
 
-def lacking_scales(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
-    """The same of checkpoints that could be read, with only the matrices that have no scale in mind."""
+def unreadable_matrices(name_or_path: Any, keywords: Mapping[str, Any]) -> str | None:
+    """The same of a quantised one that transformers could read: matrices without scales, or of other kinds of FP8."""
+    dtypes = _dtypes(name_or_path, keywords)
+    if other := [key for key, dtype in dtypes.items() if dtype in _OTHER_PAYLOADS]:
+        return f"needs payload of F8_E4M3, got {dtypes[other[0]]}: {listed(other)}"
+    return _fault_of_scales(dtypes, ("F8_E4M3", "I8"))
+
+
+def packed_tensors(name_or_path: Any, keywords: Mapping[str, Any]) -> list[str]:
+    """Names of the payloads: what is of one byte an element, and no scale."""
+    dtypes = _dtypes(name_or_path, keywords)
+    return [key for key, dtype in dtypes.items() if dtype in _PAYLOADS and not key.endswith((*_SCALES, "_scales"))]
+
+
+def _dtypes(name_or_path: Any, keywords: Mapping[str, Any]) -> dict[str, str]:
     folder = _folder(name_or_path, keywords)
     files = _weight_files(folder, keywords.get("variant")) if folder is not None else []
-    return _fault_of_scales({key: dtype for file in files for key, (_, dtype) in _tensors_of(file).items()})
+    return {key: dtype for file in files for key, (_, dtype) in _tensors_of(file).items()}
 
 
 def _tensors_of(file: Path) -> dict[str, _Tensor]:
@@ -122,8 +137,8 @@ def _fault_of_experts(shapes: Mapping[str, _Shape]) -> str | None:
     return None
 
 
-def _fault_of_scales(dtypes: Mapping[str, str]) -> str | None:
-    """FP8 matrices without a scale beside them: nobody can know what they are."""
-    stems = [key.removesuffix(".weight") for key, dtype in dtypes.items() if dtype == "F8_E4M3" and ".weight" in key]
+def _fault_of_scales(dtypes: Mapping[str, str], kinds: Sequence[str] = ("F8_E4M3",)) -> str | None:
+    """Matrices of these dtypes without a scale beside them: nobody can know what they are."""
+    stems = [key.removesuffix(".weight") for key, dtype in dtypes.items() if dtype in kinds and key.endswith(".weight")]
     lacking = [f"{stem}.weight" for stem in stems if not any(f"{stem}.{scale}" in dtypes for scale in _SCALES)]
     return f"lacks the scales of {listed(lacking)}" if lacking else None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -20,6 +21,7 @@ from . import decode, log
 from .adapters import SEAM, experts_of
 from .choice import CHOICE, Choice, backend_of, current, plan, set_backend
 from .explain import ModelExplanation, explain_model
+from .quantized_experts import stored_in
 from .state_dict import as_model_has_it
 
 
@@ -79,6 +81,28 @@ class ExpertsMethods:
         """
         whole = as_model_has_it(self, type(self)._moetor_base, state_dict)
         return super().load_state_dict(whole, strict=strict, assign=assign)  # type: ignore[misc]
+
+    @property
+    def dtype(self: Any) -> torch.dtype:
+        """Of the first parameter that is no payload; configs are saved with it."""
+        first: torch.dtype = super().dtype  # type: ignore[misc]
+        if first.itemsize > 1:
+            return first
+        return next((p.dtype for p in self.parameters() if p.is_floating_point() and p.itemsize > 1), first)
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in PyTorch; no dtype where experts are quantised, whose payload and scales it would convert.
+
+        Raises:
+            InvalidInput: such a dtype.
+        """
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None and any(stored_in(module) is not None for module in self.modules()):
+            raise InvalidInput(
+                f"{type(self).__name__} holds quantised experts, which keep their dtype, got .to({dtype});"
+                " load it with dtype= instead"
+            )
+        return super().to(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _optimize_model_for_decode(self: Any) -> Iterator[None]:

@@ -5,7 +5,7 @@ name of its own, on a copy of the config; "fp8" or "mxfp4" are written back when
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,12 @@ _NOT_OF_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 class LoadConfig(QuantizationConfigMixin):
     """What transformers carries around for us: the entry of config.json, and what it means."""
 
-    def __init__(self, saved: Mapping[str, Any], origin: Any = None, quant_method: str = METHOD) -> None:
+    def __init__(
+        self, saved: Mapping[str, Any], dense: Sequence[str] = (), origin: Any = None, quant_method: str = METHOD
+    ) -> None:
         self.quant_method: Any = quant_method
         self.saved = dict(saved)  # as config.json has it, and will have it
+        self.dense = list(dense)  # names of modules that a quantised checkpoint has, and that are to be dequantised
         self.origin = origin  # of the checkpoint, and the keywords that say where its files are
 
     @property
@@ -73,9 +76,11 @@ def through_moetor(auto: Any, name_or_path: Any, keywords: dict[str, Any], hub: 
         fields = config.to_dict()
     else:
         fields, _ = PretrainedConfig.get_config_dict(name_or_path if config is None else config, **hub)
-    entry = fields.get("quantization_config") or (fields.get("text_config") or {}).get("quantization_config")
+    entry = _entry(fields) or _entry(fields.get("text_config") or {})
     ours = isinstance(asked, FineGrainedFP8Config)
-    if (entry or {}).get("quant_method", "fp8") not in _METHODS or (entry is None and not _is_fp8(asked)):
+    if ours and entry is not None:
+        _require_same_method(asked, entry)
+    if not _is_fp8(asked) if entry is None else entry.get("quant_method") not in _METHODS:
         return keywords
     if not isinstance(config, PretrainedConfig):
         config = transformers.AutoConfig.from_pretrained(name_or_path if config is None else config, **hub)
@@ -87,17 +92,33 @@ def through_moetor(auto: Any, name_or_path: Any, keywords: dict[str, Any], hub: 
             )
         return keywords
     rest = {name: value for name, value in keywords.items() if name not in ("config", "quantization_config")}
-    if entry is None:
-        return rest | {"config": config, "quantization_config": LoadConfig(_on_the_fly(asked).to_dict())}
+    # transformers gives keywords to the config only where it makes the config itself
     for name in [name for name in rest if name in vars(config) and name not in _NOT_OF_THE_CONFIG]:
         setattr(config, name, rest.pop(name))
-    saved = entry | _loading_attributes(asked, entry)
-    config.quantization_config = {"quant_method": METHOD, "saved": saved, "origin": (name_or_path, hub)}
+    if entry is None:
+        return rest | {"config": config, "quantization_config": LoadConfig(_on_the_fly(asked).to_dict())}
+    # of a quantised checkpoint one may ask what its numbers do not depend on
+    if asked is not None:
+        _require_same_method(asked, entry)
+    saved = entry | {name: value for name in ("dequantize", "modules_to_convert") if (value := _get(asked, name))}
+    dense = _get(asked, "modules_to_not_convert") or _get(asked, "ignored_layers") or ()
+    config.quantization_config = {"quant_method": METHOD, "saved": saved, "dense": dense, "origin": (name_or_path, hub)}
     return rest | {"config": config}
 
 
+def _entry(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`quantization_config` of a config.json; DeepSeek-V4's has one of its fields a level higher."""
+    entry = fields.get("quantization_config")
+    if entry is None:
+        return None
+    entry = dict(entry if isinstance(entry, Mapping) else entry.to_dict())
+    if entry.get("quant_method") == "fp8" and fields.get("expert_dtype"):
+        entry.setdefault("expert_dtype", fields["expert_dtype"])
+    return entry
+
+
 def _is_fp8(asked: Any) -> bool:
-    method = asked.get("quant_method") if isinstance(asked, dict) else getattr(asked, "quant_method", None)
+    method = _get(asked, "quant_method")
     return isinstance(asked, FineGrainedFP8Config) or getattr(method, "value", method) == "fp8"
 
 
@@ -107,18 +128,21 @@ def _on_the_fly(asked: Any) -> FineGrainedFP8Config:
         raise InvalidInput("quantising while loading has no calibration for activation_scheme='static'; use 'dynamic'")
     if config.dequantize:
         raise InvalidInput("dequantize=True needs a checkpoint that is quantised, and this one is not")
+    if config.modules_to_convert:
+        raise InvalidInput("modules_to_convert are embeddings of a quantised checkpoint, and this one is not")
     return config
 
 
-def _loading_attributes(asked: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user's config changes of a quantised checkpoint's own: nothing that its numbers depend on."""
-    if asked is None:
-        return {}
-    get = asked.get if isinstance(asked, dict) else lambda name: getattr(asked, name, None)
-    method = "fp8" if isinstance(asked, FineGrainedFP8Config) else get("quant_method")
-    if getattr(method, "value", method) not in ("fp8", entry["quant_method"]):
-        raise InvalidInput(f"the checkpoint is quantised by {entry['quant_method']!r}, got a config of {method!r}")
-    return {name: value for name in ("dequantize", "modules_to_not_convert") if (value := get(name))}
+def _require_same_method(asked: Any, entry: Mapping[str, Any]) -> None:
+    method = "fp8" if isinstance(asked, FineGrainedFP8Config) else _get(asked, "quant_method")
+    of_checkpoint = entry.get("quant_method")
+    if getattr(method, "value", method) not in ("fp8", of_checkpoint) or of_checkpoint not in _METHODS:
+        raise InvalidInput(f"the checkpoint is quantised by {of_checkpoint!r}, got a config of {method!r}")
+
+
+def _get(asked: Any, name: str) -> Any:
+    """A field of a config given as an object or a dict; None where there is none."""
+    return asked.get(name) if isinstance(asked, dict) else getattr(asked, name, None)
 
 
 def _has_experts(auto: Any, config: PretrainedConfig, hub: dict[str, Any]) -> bool:

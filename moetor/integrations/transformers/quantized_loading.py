@@ -5,7 +5,7 @@ stay as they are stored; all other matrices are dequantised while they are read,
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ...core.errors import CheckpointError, InvalidInput
 from ...core.formats import FORMATS
 from .adapters import is_decorated
-from .checkpoint_files import lacking_scales, listed
+from .checkpoint_files import listed, packed_tensors, unreadable_matrices
 from .quantized_config import METHOD, LoadConfig
 from .quantized_experts import Stored, make_room, put_dense, settle, stored_in
 from .quantized_ops import SCALE, STATIC, AsMatrices, Dequantize, Quantize, StackStatic
@@ -54,6 +54,9 @@ class _Quantizer(HfQuantizer):
         self.parameters: dict[str, Stored] = {}
         self.lines = ""  # their names, one a line
         self.all_names: set[str] = set()
+        # modules of experts that the checkpoint has dense, and those that are made so
+        self.dense_in_files: list[str] = []
+        self.made_dense: list[str] = []
 
     def validate_environment(self, device_map: Any = None, **_: Any) -> None:
         disk = isinstance(device_map, dict) and "disk" in device_map.values()
@@ -88,8 +91,16 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         skipped = _own_names(model, self.meaning.modules_to_not_convert or [])
+        made_dense = _own_names(model, self.quantization_config.dense)
         self.all_names = set(model.state_dict())
-        for name, module in _experts(model, skipped):
+        for name, module in list(model.named_modules()):
+            if not is_decorated(module):
+                continue
+            if not should_convert_module(name, skipped):
+                self.dense_in_files.append(name)
+                continue
+            if self.meaning.dequantize or not should_convert_module(name, made_dense):
+                self.made_dense.append(name)
             try:
                 make_room(
                     module,
@@ -117,7 +128,7 @@ class _Quantizer(HfQuantizer):
             return list(weight_conversions)
         out: list[WeightTransform] = []
         for conversion in weight_conversions:
-            out += [*_companions(conversion, self.parameters), conversion]
+            out += [*self._companions(conversion), conversion]
         return [
             *_renamed_scales(self.all_names),
             *out,
@@ -128,7 +139,8 @@ class _Quantizer(HfQuantizer):
         problems = list(self.dequantize_others.problems)
         if self.pre_quantized:
             # older releases of transformers have converted such a matrix before an operation could see it
-            fault = lacking_scales(*self.quantization_config.origin)
+            origin = self.quantization_config.origin
+            fault = unreadable_matrices(*origin) or self._taken_for_dense(model, packed_tensors(*origin))
             problems = problems or ([fault] if fault else [])
             self.quantization_config.origin = None
         for name, module in model.named_modules():
@@ -139,8 +151,10 @@ class _Quantizer(HfQuantizer):
             except InvalidInput as error:
                 problems.append(f"does not fit: {name}.{error}")
             else:
-                if self.meaning.dequantize:
+                if name in self.made_dense:
                     put_dense(module, self.dtype)
+        if self.pre_quantized and not hasattr(HfQuantizer, "get_new_dtype"):
+            _put_in_planned_dtypes(model, self.dtype, self.parameters.keys())
         if problems:
             raise CheckpointError(f"checkpoint {model.name_or_path!r} {listed(problems)}")
         if self.meaning.dequantize:
@@ -150,12 +164,21 @@ class _Quantizer(HfQuantizer):
             self._remember_what_is_dense(model)
         return model
 
+    def _companions(self, conversion: WeightTransform) -> list[WeightTransform]:
+        return _companions(conversion, self.parameters, self.dequantize_others.problems)
+
+    def _taken_for_dense(self, model: PreTrainedModel, keys: list[str]) -> str | None:
+        """Payload that the config calls dense: its numbers would be taken for weights, without their scales."""
+        parts = tuple(f"{name}." for name in self.dense_in_files)
+        wrong = [key for key, own in zip(keys, _renamed(model, keys), strict=True) if own.startswith(parts)]
+        return f"has quantised experts where its config says that they are not: {listed(wrong)}" if wrong else None
+
     def _remember_what_is_dense(self, model: PreTrainedModel) -> None:
         """For saving: matrices that are dense now are saved so, and the config says which they are."""
         used = getattr(model, "_weight_conversions", None) or []
         kept = _as_saved([conversion for conversion in used if not _has(conversion, Dequantize)])
         if not self.pre_quantized:
-            kept += [twin for conversion in kept for twin in _companions(conversion, self.parameters)]
+            kept += [twin for conversion in kept for twin in self._companions(conversion)]
         # they are reversed in reverse order, and scales must come first then, too
         cast(Any, model)._weight_conversions = sorted(
             kept, key=lambda conversion: _has(conversion, AsMatrices, StackStatic)
@@ -163,8 +186,8 @@ class _Quantizer(HfQuantizer):
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         if self.pre_quantized:
             linears |= {name.removesuffix(".weight") for name in self.dequantize_others.done}
-        saved = self.quantization_config.saved
-        saved["modules_to_not_convert"] = sorted({*linears, *(self.meaning.modules_to_not_convert or ())}) or None
+        saved, kept_dense = self.quantization_config.saved, self.meaning.modules_to_not_convert or ()
+        saved["modules_to_not_convert"] = sorted({*linears, *self.made_dense, *kept_dense}) or None
 
 
 def _ends_a_name(pattern: str, names: str) -> bool:
@@ -175,24 +198,34 @@ def _has(conversion: WeightTransform, *kinds: type[ConversionOps]) -> bool:
     return any(isinstance(operation, kinds) for operation in getattr(conversion, "operations", ()))
 
 
-def _experts(model: nn.Module, skipped: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in list(model.named_modules()):
-        if is_decorated(module) and should_convert_module(name, skipped):
-            yield name, module
+def _put_in_planned_dtypes(model: PreTrainedModel, dtype: torch.dtype, stored: Container[str]) -> None:
+    """Older releases of transformers leave what was renamed, in a quantised checkpoint, in the dtype of the files."""
+    planned = {part.replace("*", ".*"): kept for part, kept in model._get_dtype_plan(dtype).items()}
+    for name, parameter in model.named_parameters():
+        if name not in stored and parameter.is_floating_point() and parameter.itemsize > 1:
+            wanted = next((kept for part, kept in planned.items() if re.search(part, name)), dtype)
+            parameter.data = parameter.data.to(wanted)
 
 
 def _own_names(model: PreTrainedModel, names: list[str]) -> list[str]:
     """Names of modules as the model has them, from those that its checkpoints may use."""
-    own, conversions = [], get_model_conversion_mapping(model) if names else []
+    renamed = _renamed(model, [f"{name}." for name in names])
+    return [*names, *(name.removesuffix(".") for name in renamed)]
+
+
+def _renamed(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """Names of tensors as the model has them; those of single experts become that of the stack."""
+    out, conversions = [], get_model_conversion_mapping(model) if names else []
     for name in names:
-        renamed = f"{name}."
         for conversion in conversions:
-            renamed, _ = conversion.rename_source_key(renamed)
-        own += [name, renamed.removesuffix(".")]
-    return own
+            name, _ = conversion.rename_source_key(name)
+        out.append(name)
+    return out
 
 
-def _companions(conversion: WeightTransform, parameters: dict[str, Stored]) -> list[WeightTransform]:
+def _companions(
+    conversion: WeightTransform, parameters: dict[str, Stored], problems: list[str]
+) -> list[WeightTransform]:
     """For the scales that belong to what this one stacks or renames, if those are parameters of the model.
 
     They come before it: its patterns match the beginnings of their names in older releases.
@@ -211,7 +244,7 @@ def _companions(conversion: WeightTransform, parameters: dict[str, Stored]) -> l
         if isinstance(conversion, WeightConverter):
             _, N, K = parameters[name].sizes[name.rsplit(".", 1)[-1].removesuffix(suffix)]
             shape = FORMATS[parameters[name].format].scale_shape(N // len(sources), K)
-            operations: list[ConversionOps] = [StackStatic()]
+            operations: list[ConversionOps] = [StackStatic(problems)]
             if suffix == SCALE:
                 operations = [AsMatrices(shape), *conversion.operations]
             twins.append(WeightConverter(patterns, targets[0] + suffix, operations))

@@ -43,9 +43,24 @@ class AsMatrices(ConversionOps):
 
 
 class StackStatic(ConversionOps):
-    """Static activation scales of single experts: (E,), or (E, 2) where gate and up have different ones."""
+    """Static activation scales of single experts: (E,), or (E, 2) where gate and up have different ones.
 
-    def convert(self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **_: Any) -> Tensors:
+    Args:
+        problems: see `Dequantize`; where gate or up has none, the other's is not taken for it.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+
+    def __deepcopy__(self, memo: Any) -> "StackStatic":
+        return self  # see `Dequantize`
+
+    def convert(
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str],
+        full_layer_name: str = "", **_: Any,
+    ) -> Tensors:  # fmt: skip
+        if lacking := [pattern for pattern in source_patterns if pattern not in input_dict]:
+            self.problems.append(f"lacks {', '.join(lacking)} for {full_layer_name}")
         columns = [torch.stack([one.reshape(()) for one in input_dict[p]]) for p in source_patterns if p in input_dict]
         alike = all(torch.equal(columns[0], column) for column in columns)
         return {target_patterns[0]: columns[0] if alike else torch.stack(columns, dim=1)}
@@ -159,6 +174,8 @@ def _dequantized(name: str, payload: Tensor, scale: Tensor, config: FineGrainedF
         # transformers before 5.20 or so has converted it already, without its scale, which loses nothing
         payload = payload.to(torch.float8_e4m3fn)
     format = mxfp4(kind) if packed else fp8(config.weight_block_size or (0, 0), kind, None)
+    if payload.dtype not in format.payload_dtypes:
+        raise InvalidInput(f"{name} needs a payload of {format.payload_dtypes[0]}, got {payload.dtype}")
     needed = format.scale_shape(payload.shape[-2], payload.shape[-1] * format.per_element)
     if tuple(scale.shape) != needed:
         raise InvalidInput(

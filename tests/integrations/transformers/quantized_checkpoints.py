@@ -6,6 +6,8 @@ numbers in float32 and says nothing of quantisation.
 """
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from moetor.quantization import FineGrainedFP8Config, dequantize, quantize
 
 from .configs import _MOE, _SMALL, E, K
 from .models import build
+
+Tensors = dict[str, Tensor]
 
 # two and a quarter, and one and a half, times 128: blocks are partial, and MXFP4 has whole ones
 HIDDEN, INTER = 288, 192
@@ -88,7 +92,8 @@ def write(
         payload, scales = quantize(tensor, format)
         tensors[key], tensors[f"{stem}.{scale}"] = payload, scales.reshape(()) if scales.numel() == 1 else scales
         if format.activation_scheme == "static":
-            tensors[f"{stem}.activation_scale"] = torch.tensor(0.5)
+            # of each its own, and large enough for what they meet
+            tensors[f"{stem}.activation_scale"] = torch.tensor(0.3 + 0.04 * (count % 7))
         twin_tensors[key] = dequantize(payload, scales, format)
         count += 1
     _store(folder / "quantized", folder / "twin", tensors, quantization.to_dict())
@@ -115,6 +120,18 @@ def write_blocks(folder: Path, config: PreTrainedConfig, format: Format) -> Writ
     _store(folder / "quantized", folder / "twin", tensors, entry)
     save_file(twin_tensors, folder / "twin" / "model.safetensors", {"format": "pt"})
     return Written(folder / "quantized", folder / "twin", count)
+
+
+def rewrite(whole: Path, folder: Path, change: Callable[[Tensors], object], **config: object) -> Path:
+    """A copy with its tensors, and entries of its quantization_config, changed."""
+    shutil.copytree(whole, folder)
+    tensors = load_file(whole / "model.safetensors")
+    change(tensors)
+    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
 
 
 def _saved(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ CASES = {
     "gpt_oss": (checkpoints.gpt_oss, None, "mxfp4"),
 }
 
+RUNNING = [name for name in ExpertsInterface.names() if name != "fused"]
+
 
 @pytest.fixture(scope="module", params=CASES)
 def name(request) -> str:
@@ -96,6 +98,17 @@ def test_everything_else_is_the_dequantised_twins(model, twin, written) -> None:
         assert note == f"{dequantized} quantised matrices that are no experts were dequantised to float32"
 
 
+def test_static_scales_of_activations_are_each_matrixs_own(name, model, written) -> None:
+    if name != "static":
+        pytest.skip("other formats have none")
+    tensors = load_file(written.folder / "model.safetensors")
+    for layer, module in enumerate(experts_in(model)):
+        experts = experts_of(module)
+        for weight, part in zip(experts.all, ("w1", "w3", "w2"), strict=True):
+            key = f"model.layers.{layer}.block_sparse_moe.experts.{{}}.{part}.activation_scale"
+            assert weight.activation_scale.tolist() == [tensors[key.format(expert)].item() for expert in range(E)]
+
+
 def test_payload_is_frozen_and_not_16_bit(model) -> None:
     for module in experts_in(model):
         for weight in experts_of(module).all:
@@ -103,14 +116,42 @@ def test_payload_is_frozen_and_not_16_bit(model) -> None:
             assert weight.first.element_size() == 1
 
 
-@pytest.mark.parametrize("backend", [name for name in ExpertsInterface.names() if name != "fused"])
+def a_call(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(19, HIDDEN, generator=generator).to(dtype)
+    ids = torch.rand(19, E, generator=generator).topk(K).indices
+    return x, ids, torch.rand(19, K, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(written) -> tuple:
+    """The model as its config says, and its twin."""
+    return tuple(
+        moetor.AutoModelForCausalLM.from_pretrained(one, dtype="auto") for one in (written.folder, written.twin)
+    )
+
+
+@pytest.mark.parametrize("backend", RUNNING)
+def test_in_bfloat16_each_layer_does_what_its_dequantised_twin_does(name, in_bfloat16, backend: str) -> None:
+    model, twin = in_bfloat16
+    model.set_experts_implementation(backend)
+    x, ids, routing = a_call(torch.bfloat16)
+    # rounding of bfloat16 on both sides; where activations are rounded to e4m3, of that, in two products
+    # (a clamp that cuts most of the first product off leaves what is small beside its rounding)
+    limit = 1e-2 if CASES[name][2] in ("fp8_weights", "mxfp4") else 0.13 if name == "v4" else 7e-2
+    for module, dense in zip(experts_in(model), experts_in(twin), strict=True):
+        with torch.no_grad():
+            result, expected = module(x, ids, routing), dense.bfloat16()(x, ids, routing)
+        assert result.dtype == torch.bfloat16
+        assert relative_error(result, expected) <= limit
+    model.set_experts_implementation("auto")
+
+
+@pytest.mark.parametrize("backend", RUNNING)
 def test_each_layer_does_what_the_oracle_says(model, backend: str) -> None:
     model.set_experts_implementation(backend)
-    generator = torch.Generator().manual_seed(1)
+    x, ids, routing = a_call(torch.float32)
     for module in experts_in(model):
-        x = torch.randn(19, HIDDEN, generator=generator)
-        ids = torch.rand(19, E, generator=generator).topk(K).indices
-        routing = torch.rand(19, K, generator=generator)
         with torch.no_grad():
             result = module(x, ids, routing)
         expected, _ = oracle(Inputs(Case(), experts_of(module), x, ids, routing), torch.zeros_like(x))
