@@ -1,10 +1,12 @@
-"""What every test runs under: no network, a fixed seed, few threads, and no GPU tests without a GPU."""
+"""What every test runs under: no network, no timings, a fixed seed, few threads, and no GPU tests without a GPU."""
 
 import os
 
 # before anything imports transformers: a test that needs the network is a broken test
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# what `moetor tune` measured on this machine is no part of a test
+os.environ["MOETOR_CACHE"] = os.devnull
 
 import pytest
 import torch

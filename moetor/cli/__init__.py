@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, demo, doctor, generate
+from . import bench, demo, doctor, generate, tune
 
 app = typer.Typer(
     name="moetor",
@@ -15,6 +15,7 @@ app.command("demo")(demo.run)
 app.command("generate")(generate.run)
 app.command("doctor")(doctor.run)
 app.command("bench")(bench.run)
+app.command("tune")(tune.run)
 
 
 def main() -> None:

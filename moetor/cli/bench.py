@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,6 @@ import typer
 from .. import forward
 from ..bench.cases import ROUTINGS, Cell
 from ..bench.compare import compare as compare_reports
-from ..bench.configs import shape_of_model
 from ..bench.machine import commit, describe_machine
 from ..bench.page import label, one_line
 from ..bench.peers import Candidate, candidates
@@ -22,18 +20,13 @@ from ..bench.roofs import measure_roofs
 from ..bench.run import Settings
 from ..bench.run import run as run_cells
 from ..bench.samplers import MODES
-from ..bench.shapes import SHAPES, Shape, parse_shapes
+from ..bench.shapes import SHAPES
 from ..bench.write import save, save_all
-from ..core.errors import InvalidInput, unknown_name
-from ..core.formats import FORMATS
+from ..core.errors import InvalidInput
+from .bench_options import DTYPES, MEASURED_FORMATS, PASSES, counts_of, device_named, names_of, shapes_of
 from .bench_terminal import fastest, line, progress
-from .machine import default_device
-from .terminal import err, errors_in_one_line, fail, out
+from .terminal import err, errors_in_one_line, out
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PASSES = {"forward": False, "training": True}
-# the scales of static formats come from a calibration
-MEASURED_FORMATS = [name for name, format in FORMATS.items() if format.activation_scheme != "static"]
 INTERRUPTED = 130  # as a shell says it
 
 
@@ -90,19 +83,19 @@ def run(
     with errors_in_one_line():
         if forward.OVERRIDE:
             raise InvalidInput("MOETOR_EXPERTS is set, so every backend of ours would be the same one; unset it")
-        where = _device(device)
-        kinds = _named("dtype", dtype or ("fp32" if where.type == "cpu" else "bf16"), DTYPES)
-        modes = _named("mode", mode or ("call,graph" if where.type == "cuda" else "call"), MODES)
+        where = device_named(device)
+        kinds = names_of("dtype", dtype or ("fp32" if where.type == "cpu" else "bf16"), DTYPES)
+        modes = names_of("mode", mode or ("call,graph" if where.type == "cuda" else "call"), MODES)
         if "graph" in modes and where.type != "cuda":
             raise InvalidInput(f"--mode graph needs a CUDA device, got {where}")
         cells = [
             Cell(shape, T, DTYPES[kind], spread, weights, PASSES[way], seed)
-            for shape in _shapes(shape, model)
+            for shape in shapes_of(shape, model)
             for kind in kinds
-            for weights in _named("format", format, MEASURED_FORMATS)
-            for way in _named("pass", passes, PASSES)
-            for spread in _named("routing", routing, ROUTINGS)
-            for T in _counts(tokens)
+            for weights in names_of("format", format, MEASURED_FORMATS)
+            for way in names_of("pass", passes, PASSES)
+            for spread in names_of("routing", routing, ROUTINGS)
+            for T in counts_of(tokens)
         ]
         chosen = candidates(",".join(filter(None, (backend, peer))))
         if threads:
@@ -154,36 +147,3 @@ def _compare(first: Path, second: Path) -> None:
     for text in [*found.notes, *map(str, changed)]:
         line(out, text)
     line(out, f"{len(changed)} of {len(found.changes)} times changed beyond noise")
-
-
-def _shapes(names: list[str] | None, models: list[str] | None) -> list[Shape]:
-    if not names and not models:
-        raise InvalidInput("needs --shape or --model; --list names the shapes of real models")
-    shapes = [shape for text in names or () for shape in parse_shapes(text)]
-    return [*shapes, *(shape_of_model(path) for path in models or ())]
-
-
-def _named(what: str, text: str, known: Iterable[str]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in known:
-            raise unknown_name(what, name, known)
-    if not names:
-        raise InvalidInput(f"needs a {what}, got {text!r}; known: {', '.join(known)}")
-    return names
-
-
-def _counts(text: str) -> list[int]:
-    counts = [int(count) if count.strip().isdecimal() else 0 for count in text.split(",")]
-    if not all(counts):
-        raise InvalidInput(f"token counts must be numbers of at least 1, got {text}")
-    return counts
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name) if name else default_device()
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such device; torch built without CUDA
-        raise fail(f"cannot use the device {name!r}: {error}", 2) from error
-    return device

@@ -84,7 +84,8 @@ class Backend:
         why_not: (weights, call) -> why it cannot run this call, or None. Reads metadata only.
         prepare: (weights) -> weights laid out for this backend, for frozen quantised weights.
         choose: (weights, call) -> another backend; for a name that stands for a policy.
-        how: (weights, call) -> by what code a call that it runs would run, in some words for `explain`; or None.
+        how: (weights, call) -> by what code a call that it runs would run, or of a policy, by what it chooses, in
+            some words for `explain`; or None.
         summary: one line for tables.
     """
 
@@ -117,6 +118,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.requested} -> {self.chosen}" if self.chosen else f"{self.requested} cannot run this call"]
+        if self.requested in self.how and self.requested not in self.reasons:
+            lines.append(f"  {self.requested}: {self.how[self.requested]}")
         for name, reason in self.reasons.items():
             lines.append(f"  {name}: {reason or ', '.join(['can run', *filter(None, [self.how.get(name)])])}")
         return "\n".join(lines)
@@ -190,7 +193,9 @@ class BackendRegistry:
             backend.name: backend.refusal(weights, call) for backend in self._backends.values() if not backend.choose
         }
         chosen = None if self[name].refusal(weights, call) else self.select(weights, call, name).name
-        able = (self[name] for name, reason in reasons.items() if reason is None)
+        able = [self[name] for name, reason in reasons.items() if reason is None]
+        if self[name].choose and chosen:
+            able.append(self[name])
         how = {backend.name: words for backend in able if (words := backend.how(weights, call))}
         return Explanation(name, chosen, reasons, how)
 

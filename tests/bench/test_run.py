@@ -206,7 +206,8 @@ def test_graph_is_checked_and_timed() -> None:
         right = candidates("grouped_mm")[0].bind(draw)
         return Bound(lambda: right() * 2 if torch.cuda.is_current_stream_capturing() else right(), ())
 
-    names = [*candidates("all"), Candidate("wrong in a graph", lambda draw, mode: None, bind)]
+    # others' kernels compile for minutes
+    names = [*candidates("ours,transformers"), Candidate("wrong in a graph", lambda draw, mode: None, bind)]
     report = report_of([Cell(shape, 8, torch.bfloat16)], names, here)
     rows = {row.candidate: row for row in report.cells[0].rows}
     for name in ("grouped_mm", "batched_mm", "transformers:grouped_mm"):
@@ -220,7 +221,7 @@ def test_training_and_recorded_compilation_are_checked_and_timed() -> None:
     shape = Shape("small", "none", 8, 2, 256, 128)
     here = Settings(torch.device("cuda"), ("call", "graph", "compile", "reduce-overhead"), cell_s=0.1)
     cells = [Cell(shape, 8, torch.bfloat16, training=training) for training in (False, True)]
-    for cell in report_of(cells, "grouped_mm,transformers:grouped_mm", here).cells:
+    for cell in report_of(cells, "grouped_mm", here).cells:
         for row in cell.rows:
             assert row.status == "ok", row
             assert {"call", "compile"} <= row.times.keys(), row

@@ -103,7 +103,6 @@ def test_auto_chooses_by_bytes_on_a_gpu(inputs: Inputs, call: Call, monkeypatch:
     many = replace(few, num_tokens=10**6)
     assert ExpertsInterface.select(inputs.weights, few, "auto").name == "batched_mm"
     assert ExpertsInterface.select(inputs.weights, many, "auto").name == "grouped_mm"
-    assert ExpertsInterface.select(inputs.weights, replace(few, compiling=True), "auto").name == "grouped_mm"
 
 
 def test_backends_say_what_they_lack(inputs: Inputs, call: Call) -> None:
