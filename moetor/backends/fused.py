@@ -1,4 +1,4 @@
-"""Our own kernels, gather, products, gate and weighted sum fused: Triton on GPUs, for inference; fused_cpu on CPUs."""
+"""Our own kernels, gather, products, gate and weighted sum fused: Triton on GPUs; fused_cpu on CPUs."""
 
 import functools
 import importlib.util
@@ -61,8 +61,6 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
         return f"needs dense weights, got {weights.format}"
     if not weights.stacked:
         return NEEDS_A_STACK
-    if call.needs_grad:
-        return "has no backward pass; run inside torch.no_grad() or choose grouped_mm"
     if call.dtype not in _DTYPES:
         return f"needs bfloat16, float16 or float32, got {call.dtype}"
     if weights.dtype != call.dtype:

@@ -33,6 +33,21 @@ def test_both_products_cut_the_same_tiles(rows: int, dtype: torch.dtype) -> None
     assert up.BM == down.BM
 
 
+@pytest.mark.parametrize("limit_kib", [99, 163, 227])
+@pytest.mark.parametrize("rows", [0.5, 4, 16, 40, 200, 4000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tiles_of_gradients_fit_and_their_rows_divide(limit_kib: int, rows: float, dtype: torch.dtype) -> None:
+    back, of_x, of_weight = table.backward_tiles(int(64 * rows), 64, dtype, limit_kib * 1024)
+    assert back.BM == of_x.BM  # one list of tiles for both
+    multiple = table.row_multiple(back)
+    assert multiple % of_weight.BK == 0
+    heights = (back.BM, back.BM // 2) if back.halve else (back.BM,)
+    assert all(height % multiple == 0 for height in heights)  # a tile reaches the next multiple
+    for tile in (back, of_x, of_weight):
+        assert tile.shared_bytes(1, dtype.itemsize) <= limit_kib * 1024
+        assert min(tile.BN // 2, tile.BK) >= 16
+
+
 def test_taller_tiles_for_more_rows() -> None:
     heights = [table.tiles(64 * rows, 64, torch.bfloat16, 227 * 1024)[0].BM for rows in (1, 16, 40, 200)]
     assert heights == [16, 32, 64, 128]

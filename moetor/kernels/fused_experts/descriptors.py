@@ -55,12 +55,30 @@ def blocks_of_up(up: Matrices, order: str, tile: Tile) -> tuple[str, Blocks, Blo
     return "apart", gate, _blocks((E, up.N, H), up.strides, tile.BN, tile.BK, up.offset)
 
 
-def blocks_of_down(down: Matrices, rows: int, tile: Tile) -> tuple[Blocks, Blocks] | None:
-    """Blocks of the sorted inner rows and of the second product's matrices; None: it takes plain loads."""
-    E, H, I = down.first.shape
-    if not _takes(down.first, 0, down.strides) or I * down.first.element_size() % 16:
+def blocks_of_product(
+    matrices: Tensor, shape: tuple[int, int, int], strides: tuple[int, int, int], rows: int, tile: Tile
+) -> tuple[Blocks, Blocks] | None:
+    """Blocks of sorted rows (rows, depth) and of the matrices that they meet; None: plain loads.
+
+    Args:
+        shape, strides: of the matrices, as experts, columns of the product, depth.
+    """
+    of_rows = blocks_of_rows(matrices, rows, shape[2], tile.BM, tile.BK)
+    of_matrices = blocks_of_matrices(matrices, shape, strides, tile)
+    return (of_rows, of_matrices) if of_rows and of_matrices else None
+
+
+def blocks_of_matrices(
+    matrices: Tensor, shape: tuple[int, int, int], strides: tuple[int, int, int], tile: Tile
+) -> Blocks | None:
+    return _blocks(shape, strides, tile.BN, tile.BK) if _takes(matrices, 0, strides) else None
+
+
+def blocks_of_rows(like: Tensor, rows: int, width: int, height: int, columns: int) -> Blocks | None:
+    """Blocks (height, columns) of sorted rows (rows, width), a tensor of our own of this dtype and device."""
+    if not like.is_cuda or width * like.element_size() % 16 or not _has_copy_engine(like.device.index):
         return None
-    return Blocks([rows, I], [I, 1], [tile.BM, tile.BK]), _blocks((E, H, I), down.strides, tile.BN, tile.BK)
+    return Blocks([rows, width], [width, 1], [height, columns])
 
 
 def _takes(tensor: Tensor, offset: int, strides: tuple[int, ...]) -> bool:

@@ -23,18 +23,16 @@ CHUNK = 128
 
 @triton.jit
 def _group(
-    p_ids, p_pairs, p_tiles, num_pairs, num_experts, most_tiles,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
+    p_ids, p_pairs, p_tiles, p_bounds, num_pairs, num_experts, most_tiles,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
-    experts = tl.arange(0, EXPERTS)
     counts = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, num_pairs, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
         counts += _histogram(ids, num_experts, EXPERTS)
-    row = tl.sum(tl.where(experts < expert, counts, 0))
-    write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM, EXPERTS)
+    row = write_tiles(p_tiles, p_bounds, counts, expert, num_experts, most_tiles, BM, PAD, EXPERTS)
     for start in range(0, num_pairs, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         ids = tl.load(p_ids + offsets, mask=offsets < num_pairs, other=-1)
@@ -76,15 +74,14 @@ def _total(p_counts, p_totals, num_experts, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _place(
-    p_bases, p_totals, p_tiles, num_experts, num_chunks, most_tiles,
-    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
+    p_bases, p_totals, p_tiles, p_bounds, num_experts, num_chunks, most_tiles,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Counts of one expert become the row of its first pair of each chunk; its tiles beside."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     totals = tl.load(p_totals + experts, mask=experts < num_experts, other=0)
-    row = tl.sum(tl.where(experts < expert, totals, 0))
-    write_tiles(p_tiles, totals, expert, num_experts, most_tiles, BM, EXPERTS)
+    row = write_tiles(p_tiles, p_bounds, totals, expert, num_experts, most_tiles, BM, PAD, EXPERTS)
     for first in range(0, num_chunks, CHUNKS):
         chunks = first + tl.arange(0, CHUNKS)
         p_base = p_bases + chunks.to(tl.int64) * num_experts + expert
@@ -117,65 +114,71 @@ class Grouping:
     """Pairs by expert, and each expert's rows cut into tiles: the plan for a number of pairs, in one buffer.
 
     The buffer (int32) holds, each from a multiple of 16 bytes on:
-        pairs_S: those of an expert first, in expert order; the rest is not written.
+        pairs: those of an expert, in expert order; rows in between, and at the end, are not written.
         tiles: 3N + 1 numbers: expert, first row, and end of the expert's rows, of each tile; how many
             there are, at 3N.
+        bounds: first row, and end, of each expert.
         bases, totals: of the way in four launches.
 
     Attributes:
+        most_rows: rows that there are at most, with those in between.
         most_tiles: N, the most tiles that any routing of S pairs has.
         starts: where each part of the buffer begins.
         steps: one launch, or four.
 
-    With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -] and tiles
-    [0, 0, 1,  1, 1, 3,  1, 2, 3,  …, 3].
+    With ids [1, 0, 1, 2, 9] of 2 experts and tiles of 1 row: pairs [1, 0, 2, -, -], tiles
+    [0, 0, 1,  1, 1, 3,  1, 2, 3,  …, 3] and bounds [0, 1,  1, 3].
     """
 
+    most_rows: int
     most_tiles: int
     starts: list[int]
     steps: list[Step]
 
     def run(self, ids_S: Tensor) -> tuple[Tensor, list[Any]]:
-        """The buffer and its parts: tensors when it runs for the first time, then addresses."""
+        """The buffer, and pairs, tiles and bounds: tensors when it runs for the first time, then addresses."""
         buffer = torch.empty(self.starts[-1], dtype=torch.int32, device=ids_S.device)
         if self.steps[-1].compiled is None:
             parts: list[Any] = [buffer[start:] for start in self.starts[:-1]]
         else:
             address = buffer.data_ptr()
             parts = [address + 4 * start for start in self.starts[:-1]]
-        pairs, tiles, bases, totals = parts
+        pairs, tiles, bounds, bases, totals = parts
         if len(self.steps) == 1:
-            self.steps[0].launch(ids_S, pairs, tiles)
+            self.steps[0].launch(ids_S, pairs, tiles, bounds)
         else:
             count, total, place, scatter = self.steps
             count.launch(ids_S, bases)
             total.launch(bases, totals)
-            place.launch(bases, totals, tiles)
+            place.launch(bases, totals, tiles, bounds)
             scatter.launch(ids_S, bases, pairs)
-        return buffer, parts[:2]
+        return buffer, parts[:3]
 
 
-def plan_grouping(S: int, E: int, tile_rows: int, device: int) -> Grouping:
+def plan_grouping(S: int, E: int, tile_rows: int, device: int, pad: int = 1) -> Grouping:
     """The plan for S pairs of E experts.
 
     Args:
         tile_rows: most rows of a tile; a tile's rows are one expert's.
+        pad: each expert's first row is a multiple of it.
     """
+    most_rows = cdiv(S + min(E, S) * (pad - 1), pad) * pad
     most_tiles = cdiv(S, tile_rows) + min(E, S)
     chunks = cdiv(S, CHUNK) if S > ONE_LAUNCH else 0
     starts = [0]
-    for length in (S, 3 * most_tiles + 1, chunks * E, E if chunks else 0):
+    for length in (most_rows, 3 * most_tiles + 1, 2 * E, chunks * E, E if chunks else 0):
         starts.append(starts[-1] + cdiv(length, 4) * 4)
     experts = max(32, next_power_of_2(E))
     if not chunks:
         block = min(4096, max(32, next_power_of_2(S)))
         warps = 4 if block <= 1024 else 8
-        numbers, constants = (S, E, most_tiles), (block, experts, tile_rows)
-        return Grouping(most_tiles, starts, [Step(_group_launcher, (E, 1, 1), numbers, constants, warps, 3, device)])
-    steps = [
-        Step(_count_launcher, (chunks, 1, 1), (S, E), (CHUNK, experts), 4, 3, device),
-        Step(_total_launcher, (E, 1, 1), (E, chunks), (256,), 4, 3, device),
-        Step(_place_launcher, (E, 1, 1), (E, chunks, most_tiles), (256, experts, tile_rows), 4, 3, device),
-        Step(_scatter_launcher, (chunks, 1, 1), (S, E), (CHUNK,), 4, 3, device),
-    ]
-    return Grouping(most_tiles, starts, steps)
+        constants = (block, experts, tile_rows, pad)
+        steps = [Step(_group_launcher, (E, 1, 1), (S, E, most_tiles), constants, warps, 3, device)]
+    else:
+        steps = [
+            Step(_count_launcher, (chunks, 1, 1), (S, E), (CHUNK, experts), 4, 3, device),
+            Step(_total_launcher, (E, 1, 1), (E, chunks), (256,), 4, 3, device),
+            Step(_place_launcher, (E, 1, 1), (E, chunks, most_tiles), (256, experts, tile_rows, pad), 4, 3, device),
+            Step(_scatter_launcher, (chunks, 1, 1), (S, E), (CHUNK,), 4, 3, device),
+        ]
+    return Grouping(most_rows, most_tiles, starts, steps)

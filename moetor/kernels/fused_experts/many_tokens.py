@@ -1,6 +1,7 @@
 """The layer for more tokens: group the pairs, two products over tiles of rows, add."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from ..matmul import result_dtype
 from . import table, tiles
-from .descriptors import Blocks, blocks_of_down, blocks_of_up
+from .descriptors import Blocks, blocks_of_product, blocks_of_up
 from .group import Grouping, plan_grouping
 from .launcher import Launcher, Step
-from .operands import Call
+from .operands import Call, halves, kept_columns
 from .sizes import cdiv, next_power_of_2
 
 _up_product, _down_product = Launcher(tiles.up_product), Launcher(tiles.down_product)
@@ -42,9 +43,10 @@ class ManyTokens:
     def ready(self) -> bool:
         return self.last.compiled is not None
 
-    def run(self, call: Call, out: Tensor) -> None:
+    def run(self, call: Call, out: Tensor, kept: Sequence[Tensor] = ()) -> None:
+        """Write the result and, where there is room to keep it, the first product."""
         x = call.x
-        _buffer, (pairs, list_of_tiles) = self.grouping.run(call.ids.view(-1))
+        _buffer, (pairs, list_of_tiles, _bounds) = self.grouping.run(call.ids.view(-1))
         inner = torch.empty(self.inner, dtype=x.dtype, device=x.device)
         gate: Any = call.up[0]
         up: Any = call.up[-1]
@@ -52,14 +54,15 @@ class ManyTokens:
             gate = self.up_blocks[0].of(gate)
             up = gate if self.up_blocks[0] is self.up_blocks[1] else self.up_blocks[1].of(up)
         bias, second_bias = (call.up_bias[0], call.up_bias[-1]) if call.up_bias else (None, None)
-        self.first.launch(x, pairs, list_of_tiles, gate, up, bias, second_bias, inner)
+        first, second = halves(kept, call.order)
+        self.first.launch(x, pairs, list_of_tiles, gate, up, bias, second_bias, inner, first, second)
 
         rows = torch.empty(self.rows, dtype=result_dtype(x.dtype), device=x.device)
         p_inner: Any = inner
         down: Any = call.down
         if self.down_blocks:
             p_inner, down = self.down_blocks[0].of(inner), self.down_blocks[1].of(down)
-        self.second.launch(p_inner, pairs, list_of_tiles, down, call.down_bias, call.routing, rows)
+        self.second.launch(p_inner, None, pairs, list_of_tiles, down, None, call.down_bias, call.routing, rows)
         self.last.launch(rows, call.ids, out)
 
 
@@ -67,7 +70,7 @@ def plan_many_tokens(call: Call, gate: tuple[Any, ...], tf32: bool) -> ManyToken
     x, up, down, order = call.x, call.first(), call.second(), call.order
     (T, H), K, E, I = x.shape, call.ids.shape[1], up.first.shape[0], up.N
     S, device = T * K, x.device.index
-    num_processors, shared_limit = _device(device) if x.is_cuda else (1, 2**20)
+    num_processors, shared_limit = device_limits(device) if x.is_cuda else (1, 2**20)
     first, second = table.tiles(S, E, x.dtype, shared_limit)
     grouping = plan_grouping(S, E, first.BM, device)
     most_tiles = grouping.most_tiles
@@ -77,12 +80,13 @@ def plan_many_tokens(call: Call, gate: tuple[Any, ...], tf32: bool) -> ManyToken
     order = blocks[0] if blocks else order
     up_step = Step(
         _up_product, (most_tiles * cdiv(I, first.BN), 1, 1),
-        (most_tiles, H, I, K, *x.stride(), *up.strides, up.offset, *up.bias_strides, up.bias_offset),
+        (most_tiles, H, I, K, *x.stride(), *up.strides, up.offset, *up.bias_strides, up.bias_offset,
+         kept_columns(call)),
         (first.BM, first.BN, first.BK, first.group, first.halve, order, up.bias_first is not None, H % first.BK == 0,
          I % first.BN == 0, precision, blocks is not None, up.strides[2] == 1, *gate),
         first.warps, first.stages, device,
     )  # fmt: skip
-    copies = blocks_of_down(down, S, second) if second.tma else None
+    copies = blocks_of_product(call.down, (E, H, I), down.strides, S, second) if second.tma else None
     most = most_tiles * cdiv(H, second.BN)
     down_step = Step(
         _down_product, (min(most, num_processors) if copies else most, 1, 1),
@@ -105,7 +109,7 @@ def plan_many_tokens(call: Call, gate: tuple[Any, ...], tf32: bool) -> ManyToken
 
 
 @functools.cache
-def _device(device: int) -> tuple[int, int]:
+def device_limits(device: int) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that a block may have."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin)

@@ -1,8 +1,16 @@
 """A call's tensors, and one product's matrices as a kernel sees them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+
+# The operators' arguments after x, ids and routing: the layer's tensors, then the numbers of its gate.
+LAYER = (
+    "Tensor[] up, Tensor[] up_bias, Tensor down, Tensor? down_bias, bool gated, bool interleaved, str kind,"
+    " float alpha, float? limit, bool limit_after, float up_offset, float? gate_softcap, float? up_softcap"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,29 @@ class Call:
 
     def second(self) -> Matrices:
         return _matrices([self.down], [] if self.down_bias is None else [self.down_bias], False, False)
+
+
+def call_of(x: Tensor, ids: Tensor, routing: Tensor, *layer: Any) -> Call:
+    """The tensors, out of an operator's arguments."""
+    return Call(x, ids.contiguous(), routing.contiguous(), *layer[:6])
+
+
+def gate_of(*layer: Any) -> tuple[Any, ...]:
+    """The gate's numbers in the order of gate.apply_gate; one kernel is compiled for each gate."""
+    _up, _up_bias, _down, _down_bias, gated, _interleaved, kind, *numbers = layer
+    return kind, gated, *numbers
+
+
+def kept_columns(call: Call) -> int:
+    """Columns of a tensor that keeps the first product, or one half of it, as the weights' columns are stored."""
+    return call.up[0].shape[1]
+
+
+def halves(kept: Sequence[Tensor], order: str) -> tuple[Tensor | None, Tensor | None]:
+    """Where gate and up columns begin in such tensors; None: together with the gate columns, or not at all."""
+    if not kept or order in ("single", "interleaved"):
+        return (kept[0] if kept else None), None
+    return kept[0], (kept[1] if len(kept) > 1 else kept[0][:, kept[0].shape[1] // 2 :])
 
 
 def _matrices(stored: list[Tensor], biases: list[Tensor], gated: bool, interleaved: bool) -> Matrices:

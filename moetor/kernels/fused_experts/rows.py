@@ -5,15 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM: tl.constexpr, EXPERTS: tl.constexpr):
+def write_tiles(
+    p_tiles, p_bounds, counts, expert, num_experts, most_tiles,
+    BM: tl.constexpr, PAD: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """One expert's part of the list of tiles: (expert, first row, end of its rows), and the length at 3 · most_tiles.
 
     Args:
+        p_bounds: (first row, end) of every expert.
         counts: (EXPERTS,) rows of every expert.
+        PAD: every expert's first row is a multiple of it.
+
+    Returns:
+        Its first row.
     """
     experts = tl.arange(0, EXPERTS)
     tiles = (counts + BM - 1) // BM
-    row = tl.sum(tl.where(experts < expert, counts, 0))
+    row = tl.sum(tl.where(experts < expert, (counts + PAD - 1) // PAD * PAD, 0))
     first = tl.sum(tl.where(experts < expert, tiles, 0))
     own = tl.sum(tl.where(experts == expert, tiles, 0))
     end = row + tl.sum(tl.where(experts == expert, counts, 0))
@@ -25,6 +33,9 @@ def write_tiles(p_tiles, counts, expert, num_experts, most_tiles, BM: tl.constex
         tl.store(p_tile + 2, end + tl.zeros_like(tile), mask=tile < own)
     if expert == num_experts - 1:
         tl.store(p_tiles + 3 * most_tiles, first + own)
+    tl.store(p_bounds + 2 * expert, row)
+    tl.store(p_bounds + 2 * expert + 1, end)
+    return row
 
 
 @triton.jit

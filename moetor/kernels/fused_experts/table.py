@@ -76,6 +76,20 @@ _DOWN = {
     64: Tile(64, 256, 64, 8, 8, 4, tma=True),
     128: Tile(128, 256, 64, 8, 8, 4, tma=True),
 }
+# Of the gradient of the rows between the products.
+_INNER_GRADIENT = {
+    16: Tile(16, 64, 128, 1, 4, 3),
+    32: Tile(32, 128, 64, 1, 4, 3),
+    64: Tile(64, 128, 64, 8, 4, 4, tma=True),
+    128: Tile(128, 128, 64, 8, 8, 4, halve=True, tma=True),
+}
+# Of the gradients of weights: BM rows and BN columns of a matrix, BK rows of its expert a step.
+_WEIGHT_GRADIENT = {
+    16: Tile(128, 128, 16, 1, 8, 4, tma=True),
+    32: Tile(128, 128, 32, 1, 8, 4, tma=True),
+    64: Tile(128, 256, 64, 1, 8, 4, tma=True),
+    128: Tile(128, 256, 64, 1, 8, 4, tma=True),
+}
 # No tensor cores with exact fp32: small tiles that stay in registers.
 _FP32 = Tile(32, 32, 32, 4, 4, 2, halve=True)
 
@@ -96,13 +110,38 @@ def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: in
     """
     if dtype == torch.float32:
         return _FP32, _FP32
+    size = _height(num_pairs, num_experts)
+    return fit(_UP[size], 2, dtype, shared_limit), _down(size, dtype, shared_limit)
+
+
+def backward_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, shared_limit: int) -> tuple[Tile, Tile, Tile]:
+    """Tiles for the gradients of the rows between the products, of x, and of weights.
+
+    The first two are of as many rows each, and the steps of the last one divide what `row_multiple`
+    gives for the first.
+    """
+    if dtype == torch.float32:
+        return _FP32, _FP32, replace(_FP32, BK=16, halve=False)
+    size = _height(num_pairs, num_experts)
+    inner = fit(_INNER_GRADIENT[size], 1, dtype, shared_limit)
+    return inner, _down(size, dtype, shared_limit), fit(_WEIGHT_GRADIENT[size], 1, dtype, shared_limit)
+
+
+def row_multiple(tile: Tile) -> int:
+    """What each expert's first row must be a multiple of, for its last tile to reach the next multiple."""
+    return min(64, tile.BM // 2 if tile.halve else tile.BM)
+
+
+def _height(num_pairs: int, num_experts: int) -> int:
     rows = num_pairs / num_experts
-    size = 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 48 else 128
+    return 16 if rows <= 12 else 32 if rows <= 24 else 64 if rows <= 48 else 128
+
+
+def _down(size: int, dtype: torch.dtype, shared_limit: int) -> Tile:
     down = _DOWN[size]
     while down.result_bytes(dtype) > shared_limit // 3:
         down = replace(down, BN=down.BN // 2)
-    down = fit(down, 1, dtype, shared_limit - down.result_bytes(dtype))
-    return fit(_UP[size], 2, dtype, shared_limit), down
+    return fit(down, 1, dtype, shared_limit - down.result_bytes(dtype))
 
 
 @functools.cache

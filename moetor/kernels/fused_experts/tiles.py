@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .gate import apply_gate
+from .halves import store_halves, within_range
 from .rows import rows_of_tile, tile_of_program
 
 
@@ -45,9 +46,9 @@ def add_product(acc, lost, a, w, PRECISION: tl.constexpr):
 
 @triton.jit
 def _up_tile(
-    p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
+    p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner, p_kept_gate, p_kept_up,
     expert, first, end, block, hidden, inner, top_k,
-    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
+    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias, stride_kept,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BY_ROWS: tl.constexpr,
@@ -57,7 +58,8 @@ def _up_tile(
     rows = first + tl.arange(0, BM)
     m_rows = rows < end
     # rows past the end read token 0 and are not stored
-    tokens = tl.load(p_pairs + rows, mask=m_rows, other=0) // top_k
+    pairs = tl.load(p_pairs + rows, mask=m_rows, other=0)
+    tokens = pairs // top_k
     k = tl.arange(0, BK)
     p_a = p_x + tokens.to(tl.int64)[:, None] * stride_xt + k[None, :] * stride_xh
     columns = block * BN + tl.arange(0, BN)
@@ -115,6 +117,12 @@ def _up_tile(
         gate += tl.load(p_gate_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(p_up_bias + o_up_bias + o_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
+    if p_kept_gate is not None:
+        gate = within_range(gate, p_kept_gate)
+        up = within_range(up, p_kept_gate)
+        o_kept = pairs.to(tl.int64) * stride_kept
+        INTERLEAVED: tl.constexpr = GATED and p_kept_up is None
+        store_halves(p_kept_gate, p_kept_up, o_kept, m_rows, block, inner, gate, up, GATED, INTERLEAVED)
     out = apply_gate(gate, up, KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_CAP, UP_CAP)
     p_out = p_inner + rows.to(tl.int64)[:, None] * inner + columns[None, :]
     tl.store(p_out, out.to(p_inner.dtype.element_ty), mask=m_rows[:, None] & m_columns[None, :])
@@ -122,9 +130,9 @@ def _up_tile(
 
 @triton.jit
 def up_product(
-    p_x, p_pairs, p_tiles, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
+    p_x, p_pairs, p_tiles, p_gate, p_up, p_gate_bias, p_up_bias, p_inner, p_kept_gate, p_kept_up,
     most_tiles, hidden, inner, top_k,
-    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
+    stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias, stride_kept,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, HALVE: tl.constexpr,
     ORDER: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BY_ROWS: tl.constexpr,
@@ -140,34 +148,66 @@ def up_product(
     # An expert's last tile is half empty on average; half a tile does for it every other time.
     if HALVE and end - first <= BM // 2:
         _up_tile(
-            p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
+            p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner, p_kept_gate, p_kept_up,
             expert, first, end, block, hidden, inner, top_k,
-            stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
+            stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias, stride_kept,
             BM // 2, BN, BK, ORDER, HAS_BIAS, EVEN_K, EVEN_N, PRECISION, TMA, BY_ROWS,
             KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_CAP, UP_CAP,
         )  # fmt: skip
     else:
         _up_tile(
-            p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner,
+            p_x, p_pairs, p_gate, p_up, p_gate_bias, p_up_bias, p_inner, p_kept_gate, p_kept_up,
             expert, first, end, block, hidden, inner, top_k,
-            stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias,
+            stride_xt, stride_xh, stride_we, stride_wn, stride_wk, o_up, stride_be, stride_bn, o_up_bias, stride_kept,
             BM, BN, BK, ORDER, HAS_BIAS, EVEN_K, EVEN_N, PRECISION, TMA, BY_ROWS,
             KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER, UP_OFFSET, GATE_CAP, UP_CAP,
         )  # fmt: skip
 
 
 @triton.jit
+def _add_rows_product(
+    acc, lost, p_inner, p_down, expert, first, end, block, hidden, inner, stride_we, stride_wn, stride_wk,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BY_ROWS: tl.constexpr,
+):  # fmt: skip
+    """acc + rows (BM, inner) of a tile · (inner, BN) of the expert's matrix."""
+    if TMA:
+        # rows past the expert's end are the next expert's: read, and not stored
+        for start in range(0, inner, BK):
+            a = p_inner.load([first, start])
+            w = load_block(p_down, expert, block * BN, start, BN, BK, BY_ROWS, False)
+            acc = tl.dot(a, w, acc, input_precision=PRECISION)
+    else:
+        rows = first + tl.arange(0, BM)
+        columns = block * BN + tl.arange(0, BN)
+        m_columns = columns < hidden
+        k = tl.arange(0, BK)
+        safe = tl.where(rows < end, rows, first).to(tl.int64)
+        p_a = p_inner + safe[:, None] * inner + k[None, :]
+        p_w = p_down + expert.to(tl.int64) * stride_we + k[:, None] * stride_wk + columns[None, :] * stride_wn
+        for start in range(0, inner, BK):
+            m_k = start + k < inner
+            m_w = m_k[:, None] & m_columns[None, :]
+            a = tl.load(p_a) if EVEN_K else tl.load(p_a, mask=m_k[None, :], other=0.0)
+            w = tl.load(p_w) if EVEN_K and EVEN_N else tl.load(p_w, mask=m_w, other=0.0)
+            acc, lost = add_product(acc, lost, a, w, PRECISION)
+            p_a += BK
+            p_w += BK * stride_wk
+    return acc, lost
+
+
+@triton.jit
 def down_product(
-    p_inner, p_pairs, p_tiles, p_down, p_bias, p_routing, p_rows,
+    p_inner, p_second, p_pairs, p_tiles, p_down, p_second_down, p_bias, p_routing, p_rows,
     most_tiles, hidden, inner,
     stride_we, stride_wn, stride_wk, stride_be, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Rows of inner times a matrix of each expert; a second pair of them is added, gradients of gate and up apart."""
     num_tiles = tl.load(p_tiles + 3 * most_tiles)
     blocks = tl.cdiv(hidden, BN)
-    k = tl.arange(0, BK)
     # With the copy engine, one program a multiprocessor: the next tile's blocks arrive while this one's are stored.
     for program in tl.range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0), flatten=TMA):
         tile, block = tile_of_program(program, num_tiles, blocks, GROUP)
@@ -177,30 +217,22 @@ def down_product(
         columns = block * BN + tl.arange(0, BN)
         m_columns = columns < hidden
         acc = tl.zeros([BM, BN], tl.float32)
-        if TMA:
-            # rows past the expert's end are the next expert's: read, and not stored
-            for start in range(0, inner, BK):
-                a = p_inner.load([first, start])
-                w = load_block(p_down, expert, block * BN, start, BN, BK, BY_ROWS, False)
-                acc = tl.dot(a, w, acc, input_precision=PRECISION)
-        else:
-            safe = tl.where(m_rows, rows, first).to(tl.int64)
-            p_a = p_inner + safe[:, None] * inner + k[None, :]
-            p_w = p_down + expert.to(tl.int64) * stride_we + k[:, None] * stride_wk + columns[None, :] * stride_wn
-            lost = tl.zeros([BM, BN], tl.float32)
-            for start in range(0, inner, BK):
-                m_k = start + k < inner
-                m_w = m_k[:, None] & m_columns[None, :]
-                a = tl.load(p_a) if EVEN_K else tl.load(p_a, mask=m_k[None, :], other=0.0)
-                w = tl.load(p_w) if EVEN_K and EVEN_N else tl.load(p_w, mask=m_w, other=0.0)
-                acc, lost = add_product(acc, lost, a, w, PRECISION)
-                p_a += BK
-                p_w += BK * stride_wk
+        lost = tl.zeros([BM, BN], tl.float32)
+        acc, lost = _add_rows_product(
+            acc, lost, p_inner, p_down, expert, first, end, block, hidden, inner, stride_we, stride_wn, stride_wk,
+            BM, BN, BK, EVEN_K, EVEN_N, PRECISION, TMA, BY_ROWS,
+        )  # fmt: skip
+        if p_second is not None:
+            acc, lost = _add_rows_product(
+                acc, lost, p_second, p_second_down, expert, first, end, block, hidden, inner,
+                stride_we, stride_wn, stride_wk, BM, BN, BK, EVEN_K, EVEN_N, PRECISION, TMA, BY_ROWS,
+            )  # fmt: skip
         if HAS_BIAS:
             p_b = p_bias + expert.to(tl.int64) * stride_be + columns * stride_bn
             acc += tl.load(p_b, mask=m_columns, other=0.0).to(tl.float32)[None, :]
         pairs = tl.load(p_pairs + rows, mask=m_rows, other=0)
-        acc *= tl.load(p_routing + pairs, mask=m_rows, other=0.0).to(tl.float32)[:, None]
+        if p_routing is not None:
+            acc *= tl.load(p_routing + pairs, mask=m_rows, other=0.0).to(tl.float32)[:, None]
         p_out = p_rows + pairs.to(tl.int64)[:, None] * hidden + columns[None, :]
         tl.store(p_out, acc.to(p_rows.dtype.element_ty), mask=m_rows[:, None] & m_columns[None, :])
 
