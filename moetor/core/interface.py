@@ -82,7 +82,10 @@ class Backend:
             Called only where both reasons below are None.
         machine_why_not: (device) -> why this device and what is installed here cannot run it, or None.
         why_not: (weights, call) -> why it cannot run this call, or None. Reads metadata only.
-        prepare: (weights) -> weights laid out for this backend, for frozen quantised weights.
+        prepare: (weights) -> weights laid out for this backend, for frozen quantised weights; see
+            `ExpertsInterface.prepare`.
+        load: (device) -> None; fetches what is not installed, where that device could run it. Called
+            when somebody chooses the backend, never by a call of a layer.
         choose: (weights, call) -> another backend; for a name that stands for a policy.
         how: (weights, call) -> by what code a call that it runs would run, or of a policy, by what it chooses, in
             some words for `explain`; or None.
@@ -94,6 +97,7 @@ class Backend:
     machine_why_not: Callable[[torch.device], str | None] = _always
     why_not: Callable[[ExpertWeights, Call], str | None] = _always
     prepare: Callable[[ExpertWeights], ExpertWeights] | None = None
+    load: Callable[[torch.device], None] = _always
     choose: "Callable[[ExpertWeights, Call], Backend] | None" = None
     how: Callable[[ExpertWeights, Call], str | None] = _always
     summary: str = ""
@@ -186,6 +190,44 @@ class BackendRegistry:
         if reason := backend.why_not(weights, call):
             raise BackendRefused(f"experts backend {name!r} cannot run this call: {reason}")
         return backend if backend.choose is None else backend.choose(weights, call)
+
+    def load(self, name: str, device: torch.device | str = "cuda") -> None:
+        """Fetch a backend's kernels, if they are neither installed nor loaded, for a device of this machine.
+
+        Choosing the backend for a model does it as well; calls of a layer never do.
+
+        Raises:
+            UnknownBackend: no backend has this name.
+            BackendUnavailable: the device cannot run it, or fetching failed.
+        """
+        backend, device = self[name], torch.device(device)
+        backend.load(device)
+        if reason := backend.machine_why_not(device):
+            raise BackendUnavailable(f"experts backend {name!r} cannot run on {device}: {reason}")
+
+    def prepare(self, weights: ExpertWeights, name: str) -> ExpertWeights:
+        """The same layer with its frozen, quantised weights laid out for one backend as well.
+
+        What is laid out is a copy: other backends go on reading the weights themselves, and whoever
+        changes those prepares them anew. Weights that the backend reads as they are come back as they are.
+
+        Args:
+            weights: quantised, on the device that will run them.
+
+        Raises:
+            UnknownBackend: no backend has this name.
+            BackendUnavailable: the weights' device cannot run it.
+            InvalidInput: weights that are dense, or that need a gradient.
+            BackendRefused: a format or layout that the backend cannot prepare.
+        """
+        backend = self[name]
+        if reason := backend.machine_why_not(weights.device):
+            raise BackendUnavailable(f"experts backend {name!r} cannot run on {weights.device}: {reason}")
+        if not weights.quantized:
+            raise InvalidInput(f"preparing needs quantised weights, which are frozen, got {weights.format}")
+        if any(tensor.requires_grad for weight in weights.all for tensor in weight.frozen_tensors()):
+            raise InvalidInput("preparing needs frozen weights, got some that require a gradient")
+        return weights if backend.prepare is None else backend.prepare(weights)
 
     def explain(self, weights: ExpertWeights, call: Call, name: str = "auto") -> Explanation:
         """What `select` would do, with every backend's reason."""

@@ -170,6 +170,20 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """Tensors in one backend's own layout, made once by its `prepare` and read by nobody else.
+
+    Attributes:
+        backend: its name.
+        up, down: what it reads for each of the two products.
+    """
+
+    backend: str
+    up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Everything about one layer's experts that a backend may know.
 
@@ -182,6 +196,8 @@ class ExpertWeights:
         interleaved: rows of `up` are gate, up, gate, up …
         after_down: applied to the rows (…, H) of the second product, before the routing weight. The
             rows of float16 experts come in float32, as they may be larger than float16 allows.
+        prepared: copies for one backend, see `ExpertsInterface.prepare`. A layer whose tensors are
+            changed or converted must be prepared anew; `map` leaves them out.
 
     >>> import torch
     >>> up, down = torch.ones(4, 6, 5), torch.ones(4, 5, 3)
@@ -196,6 +212,7 @@ class ExpertWeights:
     gated: bool = True
     interleaved: bool = False
     after_down: Callable[[Tensor], Tensor] | None = None
+    prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
         ups = self.ups
@@ -299,7 +316,7 @@ class ExpertWeights:
         return [tensor for weight in self.all for tensor in weight.tensors()]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "ExpertWeights":
-        """The same layer with `fn` applied to every tensor, list members and scales included."""
+        """The same layer with `fn` applied to every tensor, list members and scales included; not prepared."""
 
         def each(part: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
             return [fn(tensor) for tensor in part] if isinstance(part, list) else fn(part)
@@ -315,7 +332,7 @@ class ExpertWeights:
             )
 
         up = (one(self.up[0]), one(self.up[1])) if isinstance(self.up, tuple) else one(self.up)
-        return replace(self, up=up, down=one(self.down))
+        return replace(self, up=up, down=one(self.down), prepared=None)
 
 
 def _listed(part: Tensor | list[Tensor] | None) -> list[Tensor]:

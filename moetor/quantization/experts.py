@@ -148,4 +148,4 @@ def _dequantized(weight: Weight, dtype: torch.dtype) -> Weight:
 
 
 def _with(weights: ExpertWeights, ups: tuple[Weight, ...], down: Weight) -> ExpertWeights:
-    return replace(weights, up=(ups[0], ups[1]) if len(ups) == 2 else ups[0], down=down)
+    return replace(weights, up=(ups[0], ups[1]) if len(ups) == 2 else ups[0], down=down, prepared=None)

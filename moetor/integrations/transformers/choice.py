@@ -26,6 +26,8 @@ def require_known(choice: Choice) -> None:
     """Raise for a name that is no backend, or that no device of this machine can run."""
     for name in _as_dict(choice).values():
         backend = ExpertsInterface[name]
+        for device in _devices():
+            backend.load(device)
         reasons = {device: backend.machine_why_not(device) for device in _devices()}
         if all(reasons.values()):
             listed = "; ".join(f"{device}: {reason}" for device, reason in reasons.items())
