@@ -10,6 +10,8 @@ import torch
 
 import moetor
 
+from ..kernels.external import machine as external
+
 # packages whose version changes what a backend does; read without importing them
 PACKAGES = (
     "transformers",
@@ -18,9 +20,7 @@ PACKAGES = (
     "safetensors",
     "tokenizers",
     "numpy",
-    "kernels",
-    "sgl-deep-gemm",
-    "sonic-moe",
+    *external.DISTRIBUTIONS,
 )
 
 
@@ -33,6 +33,7 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         **{name: _installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
+        "nvcc": _nvcc(),
         "hip": torch.version.hip,
         "driver": _driver(),
     }
@@ -73,6 +74,14 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _nvcc() -> str | None:
+    """The toolkit that kernels compiled at run time use: version and folder."""
+    toolkit = external.find_toolkit()
+    if toolkit is None:
+        return None
+    return f"{'.'.join(map(str, toolkit.nvcc)) if toolkit.nvcc else 'none'} in {toolkit.home}"
 
 
 def _driver() -> str | None:
