@@ -122,14 +122,6 @@ def test_snippets_of_transformers_run_with_the_import_changed(compiler, models, 
     assert (logits(names["model"]) - expected).norm() <= 3e-2 * expected.norm()
 
 
-def test_names_that_the_page_calls_unknown_are_unknown():
-    page = (ROOT / "docs/coming_from_transformers.md").read_text(encoding="utf-8")
-    (sentence,) = re.findall(r"[^.]*are not known here yet", page)
-    unknown = re.findall(r"`(\w+)`", sentence)
-    assert unknown
-    assert not set(unknown) & set(ExpertsInterface.names())
-
-
 def test_backend_of_the_page_passes_the_contract_and_runs(strangers, capsys):
     codes = blocks("docs/writing_a_backend.md")
     names = run(codes)

@@ -191,7 +191,10 @@ def test_budget_stops_and_says_what_was_left() -> None:
 
 def test_refusal_says_why() -> None:
     (cell,) = report_of(cells(1), "liger,sonicmoe").cells
-    assert [(row.status, row.reason) for row in cell.rows] == [("refused", "needs a CUDA device, got cpu")] * 2
+    assert [(row.status, row.reason) for row in cell.rows] == [
+        ("refused", "needs a CUDA device, got cpu"),
+        ("refused", "needs an NVIDIA GPU, got cpu"),
+    ]
     odd = Shape("odd", "none", 4, 2, 32, 16, bias=True)
     (cell,) = report_of(cells(1, shape=odd), "transformers:eager").cells
     assert cell.rows[0].status == "refused"

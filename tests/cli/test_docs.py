@@ -63,6 +63,6 @@ def test_table_says_what_backends_say_when_asked(monkeypatch):
     )
     monkeypatch.setitem(ExpertsInterface._backends, name, picky)
     page = docs.backends_page()
-    assert re.search(r"\| biases \| yes \| no \(\d+\) \| yes \| yes \|", page)  # on CUDA: fused first
+    assert re.search(r"\| biases \| yes \| yes \| no \(\d+\) \| yes \|", page)
     assert re.search(r"\d+\. biases are beyond me", page)
     assert page.count("beyond me") == 2  # once a device
