@@ -23,6 +23,7 @@ from ..bench.samplers import MODES
 from ..bench.shapes import SHAPES
 from ..bench.write import save, save_all
 from ..core.errors import InvalidInput
+from . import bench_model
 from .bench_options import DTYPES, MEASURED_FORMATS, PASSES, counts_of, device_named, names_of, shapes_of
 from .bench_terminal import fastest, line, progress
 from .terminal import err, errors_in_one_line, out
@@ -55,6 +56,12 @@ def run(
     ] = 120.0,
     budget: Annotated[float | None, typer.Option(min=0, help="Begin no cell after this many seconds.")] = None,
     seed: Annotated[int, typer.Option(help="Of all tensors.")] = 0,
+    whole_model: Annotated[
+        bool, typer.Option("--whole-model", help="Prefill and decode of --model with random weights, all of it.")
+    ] = False,
+    batch: Annotated[str, typer.Option(help="Sequences of a whole model.")] = "1,4",
+    length: Annotated[str, typer.Option(help="Their prompts' tokens.")] = "16,128,512,2048",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of a whole model, if not all.")] = None,
     output: Annotated[
         Path, typer.Option("--out", help="Folder for results.json, results.csv, report.html, page.md and plot.png.")
     ] = Path("bench-results"),
@@ -62,6 +69,9 @@ def run(
     csv: Annotated[Path | None, typer.Option(help="Write the CSV here as well.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Measure nothing: say what changed from A.json to B.json.")
+    ] = None,
+    again: Annotated[
+        Path | None, typer.Option(help="Measure nothing: write this JSON's report, page and plot into --out.")
     ] = None,
     list_shapes: Annotated[
         bool, typer.Option("--list", help="Measure nothing: list the shapes of real models.")
@@ -80,11 +90,35 @@ def run(
     if compare:
         _compare(*compare)
         return
+    if again:
+        with errors_in_one_line(OSError):
+            report = Report.load(again)
+            output.mkdir(parents=True, exist_ok=True)
+            for note in save_all(report, output, json, csv):
+                line(err, note)
+        return
     with errors_in_one_line():
         if forward.OVERRIDE:
             raise InvalidInput("MOETOR_EXPERTS is set, so every backend of ours would be the same one; unset it")
         where = device_named(device)
         kinds = names_of("dtype", dtype or ("fp32" if where.type == "cpu" else "bf16"), DTYPES)
+        if whole_model:
+            interrupted = bench_model.run(
+                model,
+                DTYPES[kinds[0]],
+                where,
+                batch=batch,
+                length=length,
+                layers=layers,
+                mode=mode,
+                backend=backend,
+                seconds=seconds,
+                first_seconds=first_seconds,
+                budget=budget,
+                folder=output,
+                json=json,
+            )
+            raise typer.Exit(INTERRUPTED if interrupted else 0)
         modes = names_of("mode", mode or ("call,graph" if where.type == "cuda" else "call"), MODES)
         if "graph" in modes and where.type != "cuda":
             raise InvalidInput(f"--mode graph needs a CUDA device, got {where}")

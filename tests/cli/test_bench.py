@@ -1,6 +1,7 @@
 """`moetor bench`: what it prints, what it leaves behind, and how it says no."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,45 @@ def test_model_gives_its_shape(moetor, checkpoint, tmp_path):
     assert (shape.experts, shape.top_k, shape.hidden, shape.intermediate) == (4, 2, 32, 16)
 
 
+def test_whole_model_takes_turns_with_transformers(moetor, checkpoint, tmp_path):
+    sizes = ["--whole-model", "--batch", "1,2", "--length", "5", "--seconds", "0.02", "--device", "cpu"]
+    result = moetor("bench", "--model", checkpoint, *sizes, "--backend", "grouped_mm", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "results.json").read_text())
+    cells = [(cell["phase"], cell["batch"], cell["length"]) for cell in data["cells"]]
+    assert cells == [("prefill", 1, 5), ("decode", 1, 5), ("prefill", 2, 5), ("decode", 2, 5)]
+    names = ["eager", "batched_mm", "grouped_mm", "moetor", "moetor:grouped_mm"]
+    for cell in data["cells"]:
+        assert [row["implementation"] for row in cell["rows"]] == names
+        assert all(row["time"]["samples"] >= 5 for row in cell["rows"]), cell
+        assert cell["rows"][0]["error"] == 0
+    assert "| decode | 2 | 5 |" in (tmp_path / "page.md").read_text()
+    assert "4 of 4 cells" in result.stdout
+
+
+def test_whole_model_with_wrong_experts_gets_no_time(moetor, checkpoint, tmp_path, monkeypatch):
+    good = ExpertsInterface["fused"]
+    wrong = replace(good, forward=lambda w, x, ids, r: good.forward(w, x, ids, r) * (1 + (len(x) == 1)))
+    ExpertsInterface.register("fused", wrong, replace=True)
+    try:
+        sizes = ["--whole-model", "--batch", "1", "--length", "5", "--seconds", "0.02", "--device", "cpu"]
+        moetor("bench", "--model", checkpoint, *sizes, "--out", tmp_path)
+    finally:
+        ExpertsInterface.register("fused", good, replace=True)
+    prefill, decode = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [row["status"] for row in prefill["rows"]] == ["ok"] * 4
+    assert [row["status"] for row in decode["rows"]] == ["ok"] * 3 + ["wrong"]
+    assert decode["rows"][3]["time"] is None
+
+
+def test_pages_are_made_again_from_the_data(moetor, tmp_path):
+    moetor("bench", *TINY, "--tokens", "2", "--backend", "eager", "--out", tmp_path / "a")
+    result = moetor("bench", "--again", tmp_path / "a" / "results.json", "--out", tmp_path / "b")
+    assert result.exit_code == 0, result.output
+    for name in ("report.html", "results.csv", "results.json"):
+        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
+
+
 def test_list_names_a_dozen_models(moetor):
     assert len(moetor("bench", "--list").stdout.splitlines()) >= 12
 
@@ -131,6 +171,7 @@ def test_list_names_a_dozen_models(moetor):
         ((*TINY, "--mode", "graph"), "needs a CUDA device"),
         ((*TINY, "--format", "fp3"), "unknown format 'fp3'"),
         ((*TINY, "--pass", "backward"), "unknown pass 'backward'"),
+        ((*TINY, "--whole-model"), "needs one --model"),
         ((*TINY, "--routing", "random"), "unknown routing 'random'"),
         (("--compare", "nowhere", "nothing"), "nowhere"),
     ],
