@@ -61,9 +61,8 @@ def candidates(names: str = "all") -> list[Candidate]:
     """Candidates by name; "ours", "transformers", "peers" and "all" are groups."""
     ours = [_ours(name) for name in ExpertsInterface.names()]
     hf = [_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")]
-    theirs = [*hf, _LIGER, _SONICMOE]
-    # a name that is a backend of ours means that one
-    known = {candidate.name: candidate for candidate in (*theirs, *ours)}
+    theirs = [*hf, _LIGER]
+    known = {candidate.name: candidate for candidate in (*ours, *theirs)}
     groups = {"ours": ours, "transformers": hf, "peers": theirs, "all": [*ours, *theirs]}
     chosen: dict[str, Candidate] = {}
     for name in (part.strip() for part in names.split(",") if part.strip()):
@@ -162,22 +161,20 @@ def _experts_module(draw: Draw, implementation: str) -> torch.nn.Module:
     return module.eval()  # type: ignore[no-any-return]
 
 
-def _plain_on_gpu(draw: Draw, mode: str, package: str, capability: int) -> str | None:
-    if draw.hidden_states.device.type != "cuda":
-        return f"needs a CUDA device, got {draw.hidden_states.device.type}"
-    if importlib.util.find_spec(package) is None:
-        return f"needs the package {package}"
-    if torch.cuda.get_device_capability(draw.hidden_states.device)[0] < capability:
-        return f"needs compute capability {capability}.0 or newer"
-    if mode not in ("call", "graph"):
-        return "is not compiled by torch.compile here"
-    if draw.cell.shape.plain and draw.cell.format == "dense":
-        return None
-    return "knows only dense silu(gate) · up, concatenated, without biases"
-
-
 def _liger_why_not(draw: Draw, mode: str) -> str | None:
-    return _plain_on_gpu(draw, mode, "liger_kernel", 8) or (_COUNTS_ON_HOST if mode == "graph" else None)
+    device = draw.hidden_states.device
+    if device.type != "cuda":
+        return f"needs a CUDA device, got {device.type}"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "needs the package liger_kernel"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "needs compute capability 8.0 or newer"
+    if mode == "graph":
+        return _COUNTS_ON_HOST
+    if mode != "call":
+        return "is not compiled by torch.compile here"
+    plain = draw.cell.shape.plain and draw.cell.format == "dense"
+    return None if plain else "knows only dense silu(gate) · up, concatenated, without biases"
 
 
 def _liger_bind(draw: Draw) -> Bound:
@@ -193,32 +190,4 @@ def _liger_bind(draw: Draw) -> Bound:
     return Bound(call, ())
 
 
-def _sonicmoe_why_not(draw: Draw, mode: str) -> str | None:
-    if draw.cell.training:
-        return "is run for inference only here"
-    return _plain_on_gpu(draw, mode, "sonicmoe", 9)
-
-
-def _sonicmoe_bind(draw: Draw) -> Bound:
-    run = importlib.import_module("sonicmoe").moe_general_routing_inputs
-    activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
-    up_w, down_w = (weight.first.permute(1, 2, 0) for weight in draw.weights.all)
-    T, K = draw.top_k_index.shape
-    # depends on T and K alone, so a user would keep it too
-    token_S = torch.arange(T, dtype=torch.int32, device=draw.hidden_states.device).repeat_interleave(K)
-    arguments = {"E": draw.cell.shape.experts, "stream_id": None, "activation_type": activation}
-
-    def call() -> Tensor:
-        scores, expert_S = draw.top_k_weights.reshape(-1).float(), draw.top_k_index.reshape(-1).int()
-        out, _ = run(
-            draw.hidden_states, scores, token_S, expert_S, up_w, None, down_w, None,
-            **arguments, is_inference_mode_enabled=True, concat_layout=True,
-        )  # fmt: skip
-        result: Tensor = out
-        return result
-
-    return Bound(call, ())
-
-
 _LIGER = Candidate("liger", _liger_why_not, _liger_bind)
-_SONICMOE = Candidate("sonicmoe", _sonicmoe_why_not, _sonicmoe_bind)

@@ -46,7 +46,7 @@ def run(
     routing: Annotated[str, typer.Option(help="Of uniform, zipf and one_expert.")] = "uniform",
     backend: Annotated[str, typer.Option(help="Backends by name; ours: all of them.")] = "ours",
     peer: Annotated[
-        str, typer.Option(help="Others' own code, on the same tensors: transformers, liger, sonicmoe; peers: all.")
+        str, typer.Option(help="Others' own code, on the same tensors: transformers, liger; peers: both.")
     ] = "",
     device: Annotated[str, typer.Option(help="[default: the first GPU, else the CPU]")] = "",
     threads: Annotated[int, typer.Option(min=0, help="Of PyTorch on the CPU; 0: its own choice.")] = 0,
