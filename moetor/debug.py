@@ -8,9 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from .core.errors import InvalidInput
+from .kernels.library import define
 
 _ALWAYS = os.environ.get("MOETOR_DEBUG", "0") not in ("", "0")
 _local = threading.local()
@@ -20,8 +22,10 @@ _local = threading.local()
 def check_routing() -> Iterator[None]:
     """Inside, an id that is neither an expert nor a sentinel (-1 or E) is an error; this thread only.
 
-    Outside such an id adds nothing, as a sentinel does, and so it does in what torch.compile has
-    compiled, which cannot look at values. Costs a host sync a call.
+    Outside such an id adds nothing, as a sentinel does. Costs a host sync a call. A compiled
+    function is compiled once more for calls inside, where its graph checks as well; a program that
+    is exported inside checks wherever it runs. In a CUDA graph that is captured inside, a wrong id
+    is an assertion of the device, which no later call of the process survives.
     """
     before = getattr(_local, "checking", False)
     _local.checking = True
@@ -36,12 +40,31 @@ def checking() -> bool:
     return _ALWAYS or getattr(_local, "checking", False)
 
 
-def require_valid_ids(top_k_index: Tensor, num_experts: int) -> None:
-    """Raise InvalidInput if an id lies outside [-1, num_experts]."""
-    wrong = (top_k_index < -1) | (top_k_index > num_experts)
-    if wrong.any():
+def checked_ids(top_k_index: Tensor, num_experts: int) -> Tensor:
+    """The same ids (T, K), or InvalidInput if one lies outside [-1, num_experts].
+
+    The caller goes on with the result: what is compiled would leave out a check that nobody reads.
+
+    >>> checked_ids(torch.tensor([[1, -1]]), num_experts=2)
+    tensor([[ 1, -1]])
+    """
+    ids: Tensor = torch.ops.moetor.checked_ids(top_k_index, num_experts)
+    return ids
+
+
+def _checked_ids(ids_TK: Tensor, num_experts: int) -> Tensor:
+    wrong = (ids_TK < -1) | (ids_TK > num_experts)
+    allowed = f"top_k_index needs ids in [0, {num_experts}), or -1 or {num_experts} for no expert"
+    if ids_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+        torch._assert_async(~wrong.any(), allowed)
+    elif wrong.any():
         token, slot = (int(i) for i in wrong.nonzero()[0])
         raise InvalidInput(
-            f"top_k_index needs ids in [0, {num_experts}), or -1 or {num_experts} for no expert,"
-            f" got {int(top_k_index[token, slot])} at token {token}, slot {slot} ({int(wrong.sum())} such ids)"
+            f"{allowed}, got {int(ids_TK[token, slot])} at token {token}, slot {slot} ({int(wrong.sum())} such ids)"
         )
+    return ids_TK.clone()  # an operator gives back no tensor that it was given
+
+
+define(
+    "checked_ids(Tensor ids, int num_experts) -> Tensor", _checked_ids, lambda ids, _: torch.empty_like(ids), syncs=True
+)

@@ -54,6 +54,8 @@ def experts_forward(
     tensor([[6.]])
     """
     _check(weights, hidden_states, top_k_index, top_k_weights)
+    if debug.checking():
+        top_k_index = debug.checked_ids(top_k_index, weights.num_experts)
     call = describe_call(weights, hidden_states, top_k_index, top_k_weights)
     chosen = ExpertsInterface.select(weights, call, OVERRIDE or backend)
     return _run(chosen, call, weights, hidden_states, top_k_index, top_k_weights)
@@ -123,5 +125,3 @@ def _check(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, t
             f"hidden_states must have the dtype of the weights, {weights.dtype}, got {hidden_states.dtype};"
             " convert one of them, or run inside torch.autocast"
         )
-    if debug.checking() and not torch.compiler.is_compiling():
-        debug.require_valid_ids(top_k_index, weights.num_experts)

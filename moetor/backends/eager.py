@@ -16,6 +16,8 @@ from ..quantization import compute_dtype, frozen_why_not, quantized_product
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
     if reason := frozen_why_not(weights, call):
         return reason
+    if call.device.type == "meta":
+        return "reads the number of tokens of each expert, which tensors without values do not tell"
     if call.capturing:
         return "reads the number of tokens of each expert on the host, which a CUDA graph cannot capture"
     return None

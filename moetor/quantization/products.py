@@ -6,6 +6,7 @@ are frozen; gradients reach x as in `linear`. Opaque to torch.compile, so the lo
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..core.formats import FORMATS, Format
 from ..core.weights import Weight
-from ..kernels.library import define
+from ..kernels.library import autograd_looks_at, define, run
 from ..kernels.matmul import matmul
 from .activations import round_activations
 from .matrices import dequantize
@@ -42,26 +43,34 @@ def gathered_product(x_SK: Tensor, weight: Weight, expert_S: Tensor, dtype: torc
 def _product(x_SK: Tensor, weight: Weight, rows: Tensor, dtype: torch.dtype, chunk_bytes: int) -> Tensor:
     """`rows` are ends_E where chunk_bytes is 0, else expert_S; the operators below take them so."""
     arguments = (x_SK, weight.data, weight.scale, weight.activation_scale, rows, weight.format, dtype, chunk_bytes)
-    needs_grad = torch.is_grad_enabled() and x_SK.requires_grad
-    run = _FrozenProduct.apply if needs_grad else torch.ops.moetor.quantized_product
-    out: Tensor = run(*arguments)
+    out: Tensor = (_FrozenProduct.apply if autograd_looks_at(x_SK) else _operator)(*arguments)
     return out
+
+
+def _operator(*arguments: Any) -> Any:
+    # two names of one operator: a CUDA graph can hold the one that gathers and not the one that loops
+    op = torch.ops.moetor.quantized_product if arguments[-1] else torch.ops.moetor.quantized_product_loop
+    return run(op.default, *arguments)
 
 
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SK, data, scale, static_scale, rows, format, dtype, chunk_bytes):  # type: ignore[no-untyped-def]
+    def forward(*arguments: Any) -> Any:
+        return _operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        x_SK, data, scale, _, rows, format, _, chunk_bytes = inputs
         ctx.save_for_backward(data, scale, rows)
         ctx.format, ctx.x_dtype, ctx.chunk_bytes = format, x_SK.dtype, chunk_bytes
-        return torch.ops.moetor.quantized_product(x_SK, data, scale, static_scale, rows, format, dtype, chunk_bytes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SN):  # type: ignore[no-untyped-def]
         data, scale, rows = ctx.saved_tensors
-        grad_x = torch.ops.moetor.quantized_product_gradient(
-            grad_SN, data, scale, rows, ctx.format, ctx.x_dtype, ctx.chunk_bytes
-        )
+        ops = torch.ops.moetor
+        op = ops.quantized_product_gradient if ctx.chunk_bytes else ops.quantized_product_gradient_loop
+        grad_x = run(op.default, grad_SN, data, scale, rows, ctx.format, ctx.x_dtype, ctx.chunk_bytes)
         return grad_x, None, None, None, None, None, None, None
 
 
@@ -126,19 +135,23 @@ def _rows_times(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return matmul(a, b, dtype) if b.dim() == 2 else matmul(a.unsqueeze(1), b, dtype).squeeze(1)
 
 
-define(
-    "quantized_product(Tensor x, Tensor data, Tensor scale, Tensor? static_scale, Tensor rows, str format,"
-    " ScalarType dtype, int chunk_bytes) -> Tensor",
-    _run,
-    lambda x, data, scale, static_scale, rows, format, dtype, chunk_bytes: x.new_empty(
-        x.shape[0], data.shape[1], dtype=dtype
-    ),
-)
-define(
-    "quantized_product_gradient(Tensor grad, Tensor data, Tensor scale, Tensor rows, str format, ScalarType dtype,"
-    " int chunk_bytes) -> Tensor",
-    _run_gradient,
-    lambda grad, data, scale, rows, format, dtype, chunk_bytes: grad.new_empty(
-        grad.shape[0], data.shape[2] * FORMATS[format].per_element, dtype=dtype
-    ),
-)
+for suffix, syncs in (("", False), ("_loop", True)):
+    define(
+        f"quantized_product{suffix}(Tensor x, Tensor data, Tensor scale, Tensor? static_scale, Tensor rows, str format,"
+        " ScalarType dtype, int chunk_bytes) -> Tensor",
+        _run,
+        lambda x, data, scale, static_scale, rows, format, dtype, chunk_bytes: x.new_empty(
+            x.shape[0], data.shape[1], dtype=dtype
+        ),
+        gradient=_FrozenProduct,
+        syncs=syncs,
+    )
+    define(
+        f"quantized_product_gradient{suffix}(Tensor grad, Tensor data, Tensor scale, Tensor rows, str format,"
+        " ScalarType dtype, int chunk_bytes) -> Tensor",
+        _run_gradient,
+        lambda grad, data, scale, rows, format, dtype, chunk_bytes: grad.new_empty(
+            grad.shape[0], data.shape[2] * FORMATS[format].per_element, dtype=dtype
+        ),
+        syncs=syncs,
+    )

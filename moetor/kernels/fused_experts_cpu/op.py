@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...core.activation import Activation
 from ...core.autocast import without_autocast
-from ..library import define
+from ..library import define, needs_operator
 from .gradient import Gradients, MatrixGradients, backward
 from .layer import forward
 from .operands import Layer, chunks, matrices, stacked
@@ -48,7 +48,7 @@ def fused_experts(
     if _needs_gradient(tensors):
         out: Tensor = _FusedExperts.apply((len(up), len(down), gate), ids_TK, *tensors)
         return out
-    run = torch.ops.moetor.fused_experts_cpu if torch.compiler.is_compiling() else _forward
+    run = torch.ops.moetor.fused_experts_cpu if needs_operator(x_TH) else _forward
     return run(x_TH, ids_TK, routing_TK, up, up_bias, down, down_bias, *gate, False)[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core.routing import ends_of_experts
 from ..grouped_matmul import native
-from ..library import define
+from ..library import define, run
 from ..matmul import matmul
 
 _CHUNK_BYTES = 2**28
@@ -20,7 +20,8 @@ def weight_gradient(grad_SN: Tensor, x_SK: Tensor, expert_S: Tensor, w_ENK: Tens
     """Expert e: Σ over the rows with expert_S = e of grad_SN[s]ᵀ x_SK[s], like w_ENK (E, N, K)."""
     if w_ENK.stride(-1) != 1 and w_ENK.stride(-2) == 1:
         return weight_gradient(x_SK, grad_SN, expert_S, w_ENK.transpose(1, 2)).transpose(1, 2)
-    out: Tensor = torch.ops.moetor.gathered_matmul_weight_gradient(grad_SN, x_SK, expert_S, w_ENK.shape[0], w_ENK.dtype)
+    op = torch.ops.moetor.gathered_matmul_weight_gradient.default
+    out: Tensor = run(op, grad_SN, x_SK, expert_S, w_ENK.shape[0], w_ENK.dtype)
     return out
 
 
@@ -29,9 +30,8 @@ def _weight_gradient(grad: Tensor, x: Tensor, expert: Tensor, num_experts: int, 
         return masked_weight_gradient(grad, x, expert, num_experts, dtype)
     sorted_S, row_S = torch.sort(expert, stable=True)
     ends = ends_of_experts(sorted_S, torch.arange(num_experts, device=expert.device, dtype=expert.dtype))
-    out: Tensor = torch.ops.moetor.grouped_matmul_weight_gradient(
-        grad.index_select(0, row_S), x.index_select(0, row_S), ends, dtype
-    )
+    op = torch.ops.moetor.grouped_matmul_weight_gradient.default
+    out: Tensor = run(op, grad.index_select(0, row_S), x.index_select(0, row_S), ends, dtype)
     return out
 
 

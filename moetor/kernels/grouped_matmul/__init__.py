@@ -6,9 +6,10 @@ what they hold on return is not defined, in the result and in the gradient of x.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..library import autograd_looks_at
 from . import ops as _ops  # noqa: F401  registers the operators
+from .gradient import GroupedMatmul, product, weight_gradient
 
 __all__ = ["grouped_matmul", "weight_gradient"]
 
@@ -28,37 +29,6 @@ def grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor, dtype: torch.dty
     >>> grouped_matmul(x, w, torch.tensor([1, 2], dtype=torch.int32), torch.float32).tolist()
     [[10.0], [40.0]]
     """
-    grad = torch.is_grad_enabled() and (x_SK.requires_grad or w_ENK.requires_grad)
-    run = _GroupedMatmul.apply if grad else torch.ops.moetor.grouped_matmul
+    run = GroupedMatmul.apply if autograd_looks_at(x_SK, w_ENK) else product
     out: Tensor = run(x_SK, w_ENK, ends_E, dtype)
     return out
-
-
-def weight_gradient(grad_SN: Tensor, x_SK: Tensor, ends_E: Tensor, w_ENK: Tensor) -> Tensor:
-    """Expert e: Σ over its rows of grad_SN[s]ᵀ x_SK[s], like w_ENK (E, N, K); zeros without rows.
-
-    It is laid out as the weights are, so that a transposed parameter gets its gradient uncopied.
-    """
-    if w_ENK.stride(-1) != 1 and w_ENK.stride(-2) == 1:
-        return weight_gradient(x_SK, grad_SN, ends_E, w_ENK.transpose(1, 2)).transpose(1, 2)
-    out: Tensor = torch.ops.moetor.grouped_matmul_weight_gradient(grad_SN, x_SK, ends_E, w_ENK.dtype)
-    return out
-
-
-class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_SK, w_ENK, ends_E, dtype):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x_SK if ctx.needs_input_grad[1] else None, w_ENK, ends_E)
-        ctx.x_dtype = x_SK.dtype
-        return torch.ops.moetor.grouped_matmul(x_SK, w_ENK, ends_E, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_SN):  # type: ignore[no-untyped-def]
-        x_SK, w_ENK, ends_E = ctx.saved_tensors
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.ops.moetor.grouped_matmul(grad_SN, w_ENK.transpose(1, 2), ends_E, ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_w = weight_gradient(grad_SN, x_SK, ends_E, w_ENK)
-        return grad_x, grad_w, None, None

@@ -18,30 +18,37 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 def can_run(a: Tensor, b_ENK: Tensor, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped product takes these operands without copying the weights."""
-    return (
-        a.dtype == dtype == torch.bfloat16
-        and a.is_cuda
-        and a.shape[0] > 0
-        and device_has_it(a.device)
-        and takes_layout(b_ENK)
-    )
+    return a.is_cuda and may_run(a, b_ENK, dtype) and a.shape[0] > 0 and device_has_it(a.device) and _aligned(b_ENK)
+
+
+def may_run(a: Tensor, b_ENK: Tensor, dtype: torch.dtype) -> bool:
+    """What of it dtypes and sizes decide, which tracing knows."""
+    return a.dtype == dtype == torch.bfloat16 and _takes_sizes(b_ENK)
 
 
 def takes_layout(w_ENK: Tensor) -> bool:
     """Whether it takes matrices of this dtype, sizes, strides and start, whatever rows they meet."""
-    return w_ENK.dtype == torch.bfloat16 and w_ENK.shape[1] % 8 == 0 and w_ENK.shape[2] % 8 == 0 and _aligned(w_ENK)
+    return _takes_sizes(w_ENK) and _aligned(w_ENK)
+
+
+def _takes_sizes(w_ENK: Tensor) -> bool:
+    return w_ENK.dtype == torch.bfloat16 and w_ENK.shape[1] % 8 == 0 and w_ENK.shape[2] % 8 == 0
 
 
 def can_run_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
     """The same for the gradient of the weights, a product over the rows of each expert."""
     return (
-        grad_SN.dtype == x_SK.dtype == dtype == torch.bfloat16
-        and grad_SN.is_cuda
+        grad_SN.is_cuda
+        and may_run_gradient(grad_SN, x_SK, dtype)
         and grad_SN.shape[0] > 0
         and device_has_it(grad_SN.device)
-        and grad_SN.shape[1] % 8 == 0
-        and x_SK.shape[1] % 8 == 0
     )
+
+
+def may_run_gradient(grad_SN: Tensor, x_SK: Tensor, dtype: torch.dtype) -> bool:
+    """What of it dtypes and sizes decide."""
+    bf16 = grad_SN.dtype == x_SK.dtype == dtype == torch.bfloat16
+    return bf16 and grad_SN.shape[1] % 8 == 0 and x_SK.shape[1] % 8 == 0
 
 
 def grouped_matmul(x_SK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
