@@ -1,15 +1,20 @@
-"""`fused` on CPU tensors: sorted pairs, and per expert oneDNN's products where they are the faster ones."""
+"""`fused` on CPU tensors: sorted pairs, and per expert the product that is the fastest here.
+
+Dense: oneDNN's or PyTorch's. Quantised: compiled code that reads the packed bytes, for inference.
+"""
 
 from torch import Tensor
 
 from ..core.interface import Call
 from ..core.weights import ExpertWeights, Weight
 from ..kernels.fused_experts_cpu import describe, fused_experts
+from ..quantization.layer_cpu import describe as describe_quantized
+from ..quantization.layer_cpu import quantized_layer
 
 
 def why_not(weights: ExpertWeights, call: Call) -> str | None:
-    if weights.quantized:
-        return f"needs dense weights, got {weights.format}"
+    if weights.quantized and call.needs_grad:
+        return f"has no backward pass for {weights.format}; run inside torch.no_grad() or choose grouped_mm"
     if weights.activation.fn is not None:
         return "cannot fuse a model's own gate function"
     if weights.after_down is not None:
@@ -18,6 +23,8 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
 
 
 def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if weights.quantized:
+        return quantized_layer(weights, hidden_states, top_k_index, top_k_weights)
     return fused_experts(
         hidden_states,
         top_k_index,
@@ -34,6 +41,8 @@ def forward(weights: ExpertWeights, hidden_states: Tensor, top_k_index: Tensor, 
 
 def how(weights: ExpertWeights, call: Call) -> str:
     """Whose products these weights get."""
+    if weights.quantized:
+        return describe_quantized()
     used = dict.fromkeys(
         describe(weight.stack_ENK() if weight.stacked else weight.matrices(), call.dtype) for weight in weights.all
     )
