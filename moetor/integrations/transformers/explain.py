@@ -12,6 +12,7 @@ from . import decode
 from .adapters import experts_of
 from .choice import backend_of, config_keys, experts_by_key, unreadable
 from .offload import execution_device
+from .prepared import with_prepared
 from .quantized_loading import notes_on
 from .top_k import top_k_of
 
@@ -111,7 +112,7 @@ def explain_model(model: PreTrainedModel) -> ModelExplanation:
         if reason := unreadable(modules[0]):
             parts.append(PartExplanation(key, len(modules), f"run by transformers: {reason}", {}))
             continue
-        weights, name = experts_of(modules[0]), backend_of(modules[0])
+        weights, name = with_prepared(modules[0], experts_of(modules[0])), backend_of(modules[0])
         device = execution_device(modules[0], weights.device)
         place = f"{device}, offloaded" if device != weights.device else f"{device}"
         dtype = model.dtype if weights.quantized else weights.dtype

@@ -17,9 +17,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ...core.errors import InvalidInput
 from ...core.interface import ExpertsInterface
 from ...forward import experts_forward
-from . import decode, log
+from . import decode, log, prepared
 from .adapters import SEAM, experts_of
-from .choice import CHOICE, Choice, backend_of, current, plan, set_backend
+from .choice import CHOICE, Choice, backend_of, current, experts_by_key, plan, set_backend, unreadable
 from .explain import ModelExplanation, explain_model
 from .quantized_experts import stored_in
 from .state_dict import as_model_has_it
@@ -38,7 +38,7 @@ def run_experts(
     weights = routing_weights if top_k_weights is None else top_k_weights
     if index is None or weights is None:
         raise InvalidInput(f"{type(module).__name__} needs the chosen experts and their weights of each token")
-    experts = experts_of(module)
+    experts = prepared.with_prepared(module, experts_of(module))
     name = module.__dict__.get(CHOICE) or backend_of(module)
     backend = decode.running(module, name, experts, index.numel(), hidden_states.device)
     return experts_forward(experts, hidden_states, index, weights, backend)
@@ -69,6 +69,22 @@ class ExpertsMethods:
         """
         return current(self, decode.shown)
 
+    def prepare_experts(self: Any) -> int:
+        """Lay frozen, quantised experts out for the backends that are chosen, where those read an order of their own.
+
+        What is laid out is a copy, and takes memory as such; experts run by it until `load_state_dict`, `.to()` or a
+        change of the weights drops it. Then, and for another backend, prepare again.
+
+        Returns:
+            The number of experts modules that have such a copy now.
+
+        Raises:
+            InvalidInput: weights that require a gradient.
+            BackendUnavailable, BackendRefused: the device, or the backend, cannot.
+        """
+        modules = [module for modules in experts_by_key(self).values() for module in modules]
+        return sum(prepared.prepare(module, backend_of(module)) for module in modules if not unreadable(module))
+
     def explain_experts(self: Any) -> ModelExplanation:
         """What runs where, and why every other backend does not."""
         return explain_model(self)
@@ -79,6 +95,7 @@ class ExpertsMethods:
         Raises:
             CheckpointError: see `state_dict.as_model_has_it`.
         """
+        prepared.drop(self)
         whole = as_model_has_it(self, type(self)._moetor_base, state_dict)
         return super().load_state_dict(whole, strict=strict, assign=assign)  # type: ignore[misc]
 
@@ -103,6 +120,11 @@ class ExpertsMethods:
                 " load it with dtype= instead"
             )
         return super().to(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # what .to(), .cuda(), .half() and the like come to
+        prepared.drop(self)
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _optimize_model_for_decode(self: Any) -> Iterator[None]:
