@@ -39,7 +39,8 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
         if reason := format_why_not(weights):
             return reason
         if FORMATS[weights.format].scale == "e8m0" and not _prepared(weights):
-            return f"reads float32 scales; ExpertsInterface.prepare(weights, {NAME!r}) has them beside, exactly"
+            order = "in int32, four exponents each" if external.major(weights) >= 10 else "in float32"
+            return f"reads such scales {order}; ExpertsInterface.prepare(weights, {NAME!r}) has them beside, exactly"
     if call.dtype != torch.bfloat16:
         return f"needs bfloat16, got {call.dtype}"
     if not weights.quantized and weights.dtype != call.dtype:
@@ -57,33 +58,30 @@ def why_not(weights: ExpertWeights, call: Call) -> str | None:
 
 def format_why_not(weights: ExpertWeights) -> str | None:
     """What its products cannot make of a quantised format, for both backends of this library."""
-    format = FORMATS[weights.format]
+    format, newer = FORMATS[weights.format], external.major(weights) >= 10
     if format.activation_scheme == "static":
         return f"rounds activations by scales of its own and cannot use static ones, got {format.name}"
-    if external.major(weights) >= 10:
-        if format.scale != "e8m0":
-            return (
-                f"needs scales of powers of two on compute capability 10.0, got {format.name}; quantise with"
-                ' scale_fmt="ue8m0", or choose grouped_mm or batched_mm'
-            )
-        return f"is not written for {format.name} on compute capability 10.0 yet; choose grouped_mm or batched_mm"
+    if newer and format.scale != "e8m0":
+        return (
+            f"needs scales of powers of two on compute capability 10.0, got {format.name}; quantise with"
+            ' scale_fmt="ue8m0", or choose grouped_mm or batched_mm'
+        )
     if format.activation_scheme is None:
         return f"rounds activations to FP8, which weights of {format.name} do not ask for"
     if format.bits == 4:
-        return f"multiplies FP4 weights on compute capability 10.0 only, got {format.name}"
-    if format.block != (GROUP, GROUP):
-        return f"needs one scale a block of 128 × 128, got {format.name}"
-    return None
+        return None if newer else f"multiplies FP4 weights on compute capability 10.0 only, got {format.name}"
+    return None if format.block == (GROUP, GROUP) else f"needs one scale a block of 128 × 128, got {format.name}"
 
 
 def _layout_why_not(weight: Weight, call: Call) -> str | None:
     stack = weight.stack_ENK()
-    (_, N, K), size = stack.shape, stack.element_size()
+    (_, N, width), size = stack.shape, stack.element_size()
     multiple = 128 if size == 1 else 64
-    if N % multiple or K % multiple:
-        return f"needs {stack.dtype} matrices of multiples of {multiple} rows and columns, got {N} × {K}"
-    rows, columns = stack.stride()[1:]
-    if stack.stride(0) != N * K or (rows, columns) not in (((K, 1),) if size == 1 else ((K, 1), (1, N))):
+    if N % multiple or weight.in_features % multiple:
+        size_of_one = f"{N} × {weight.in_features}"
+        return f"needs {stack.dtype} matrices of multiples of {multiple} rows and columns, got {size_of_one}"
+    strides = stack.stride()
+    if strides != (N * width, width, 1) and (size == 1 or strides != (N * width, 1, N)):
         return "needs the experts' matrices one after another without gaps, got other strides"
     # while compiling there are no addresses; the library's own check is left
     if not call.compiling and stack.data_ptr() % 16:
@@ -96,13 +94,25 @@ def _prepared(weights: ExpertWeights) -> bool:
 
 
 def prepare(weights: ExpertWeights) -> ExpertWeights:
-    """The same layer with float32 scales beside those of powers of two; others are read as they are."""
+    """The same layer with scales of powers of two as the products read them; others are read as they are."""
     if reason := format_why_not(weights):
         raise BackendRefused(f"experts backend {NAME!r} cannot prepare these weights: {reason}")
     if FORMATS[weights.format].scale == "float32":
         return weights
-    (up,), down = weights.ups, weights.down
-    return replace(weights, prepared=Prepared(NAME, (float32_scale(up),), (float32_scale(down),)))
+    if isinstance(weights.up, tuple):
+        raise BackendRefused(f"experts backend {NAME!r} cannot prepare a pair of gate and up; it needs one tensor")
+    up, down = (_scale(weight, external.major(weights)) for weight in weights.all)
+    return replace(weights, prepared=Prepared(NAME, (up,), (down,)))
+
+
+def _scale(weight: Weight, major: int) -> Tensor:
+    scale, format = float32_scale(weight), FORMATS[weight.format]
+    if major < 10:
+        return scale
+    from ..kernels.deepgemm_experts import prepare_powers  # loads triton
+
+    assert format.block is not None
+    return prepare_powers(scale, weight.out_features, weight.in_features, format.block)
 
 
 def float32_scale(weight: Weight) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..core.activation import Activation
 from ..core.errors import BackendRefused
-from ..core.formats import FORMATS
 from ..core.interface import Backend, Call
 from ..core.weights import ExpertWeights, Prepared
 from ..kernels.external.packages import described, loaded
@@ -62,8 +61,8 @@ def _weights_why_not(weights: ExpertWeights) -> str | None:
         return NEEDS_A_STACK
     if reason := format_why_not(weights):
         return reason
-    if FORMATS[weights.format].bits == 4:
-        return "multiplies FP4 weights on compute capability 10.0 only, where moetor has not been run yet"
+    if external.major(weights) >= 10:
+        return "is written for FP8 on compute capability 9.0, and not for FP4 on 10.0 yet; choose deepgemm"
     if isinstance(weights.up, tuple) or weights.interleaved:
         return "needs gate and up in one tensor, gate rows first"
     if not weights.gated:

@@ -44,5 +44,12 @@ def wrong_device(call: Call) -> str | None:
 
 def major(weights: ExpertWeights) -> int:
     """Major compute capability of the weights' device; 9 for those that are nowhere, as generated pages ask."""
-    device = weights.device
+    return _major(weights.device)
+
+
+def _major(device: torch.device) -> int:
     return machine_of(device).capability[0] if device.type == "cuda" else 9
+
+
+# What torch._dynamo.assume_constant_result does, without importing all of torch._dynamo with moetor.
+_major._dynamo_marked_constant = True  # type: ignore[attr-defined]

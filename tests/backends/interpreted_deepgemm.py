@@ -17,9 +17,10 @@ from standins import deep_gemm
 import moetor.backends.deepgemm as deepgemm
 import moetor.backends.deepgemm_megamoe as megamoe
 from moetor import Backend, ExpertsInterface, ExpertWeights
+from moetor.backends import external
 from moetor.kernels.external import buffers
-from moetor.quantization import quantize_experts
-from moetor.testing import Case, check_backend, contract, make_inputs
+from moetor.quantization import dequantize_experts, quantize_experts
+from moetor.testing import Case, check_backend, contract, make_inputs, relative_error
 from moetor.testing.cases import EVERYTHING, ROUTINGS
 
 # Both write bfloat16 before they round to e4m3 again, which sends some numbers to the other side of one of its steps.
@@ -99,6 +100,33 @@ def buffers_are_made_once_and_grow_and_are_freed() -> None:
     assert not buffers._buffers
 
 
+def by_powers_of_two(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to e4m3 with a scale for each 128 columns, the next power of two of amax / 448."""
+    groups = x.view(-1, 128)
+    scale = torch.exp2((groups.abs().amax(1, keepdim=True) / 448).log2().ceil())
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(x.shape)
+
+
+def on_sm100_by_powers_of_two() -> None:
+    """FP8 and FP4 with scales of exponents, against the same roundings one pair after another."""
+    external.major = lambda weights: 10
+    for format in ("fp8_e8m0", "mxfp4_dynamic"):
+        inputs = make_inputs(replace(FP8, format=format, bias=True, routing="sentinels", hidden=384))
+        x, ids, routing = inputs.hidden_states, inputs.top_k_index, inputs.top_k_weights
+        got = deepgemm.forward(deepgemm.prepare(inputs.weights), x, ids, routing)
+        dense, expected = dequantize_experts(inputs.weights, torch.float32), torch.zeros(x.shape)
+        for token, slot in ((ids >= 0) & (ids < dense.num_experts)).nonzero().tolist():
+            (up,), down, expert = dense.ups, dense.down, int(ids[token, slot])
+            # which the library writes in bfloat16
+            product = (up.data[expert] @ by_powers_of_two(x[token].float())).bfloat16() + up.bias[expert].float()
+            inner = by_powers_of_two(dense.activation.apply(*product.chunk(2)))
+            expected[token] += routing[token, slot] * (down.data[expert] @ inner + down.bias[expert].float())
+        error = relative_error(got, expected)
+        print(f"sm100 {format}: {error:.1e}")
+        assert error <= contract.LIMITS[torch.bfloat16]
+    print("sm100: passed")
+
+
 def main() -> None:
     round_as_hardware_does()
     buffers.group_of_one = lambda device: None
@@ -110,6 +138,7 @@ def main() -> None:
         ExpertsInterface.unregister(name)
     buffers_are_made_once_and_grow_and_are_freed()
     print("buffers: passed")
+    on_sm100_by_powers_of_two()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,6 @@ most that any routing of S pairs needs, so that nothing waits for the host. Rows
 last and the next expert's first are never written, never read, and marked as nobody's.
 """
 
-from .op import deepgemm_experts
+from .op import deepgemm_experts, prepare_powers
 
-__all__ = ["deepgemm_experts"]
+__all__ = ["deepgemm_experts", "prepare_powers"]

@@ -46,9 +46,13 @@ def spread(
 
 
 @triton.jit
-def quantize_groups(x, dtype: tl.constexpr):
-    """e4m3 and scales of (G, 128) fp32: amax / 448 a row, rows of zeros to zeros."""
+def quantize_groups(x, dtype: tl.constexpr, POWERS: tl.constexpr):
+    """e4m3 and fp32 scales of (G, 128) fp32: amax / 448 a row, or the next power of two; rows of zeros to zeros."""
     scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST)
+    if POWERS:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        scale = (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
     safe = tl.where(scale > 0, scale, 1.0)
     # quotients of the largest may be a rounding above 448, which is not a number in e4m3
     q = tl.clamp(tl.div_rn(x, tl.broadcast_to(safe[:, None], x.shape)), -LARGEST, LARGEST)
@@ -56,24 +60,38 @@ def quantize_groups(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def store_scales(p_scale, groups, rows, num_rows, scale, mask, POWERS: tl.constexpr):
+    """Scales by groups of 128 columns and by rows, as DeepGEMM reads them: fp32 (groups, M), or their exponents.
+
+    Exponents are bytes, four of one row in a number: (groups / 4, M, 4).
+    """
+    groups = groups.to(tl.int64)
+    if POWERS:
+        exponents = scale.to(tl.int32, bitcast=True) >> 23
+        tl.store(p_scale + (groups // 4 * num_rows + rows) * 4 + groups % 4, exponents.to(tl.uint8), mask=mask)
+    else:
+        tl.store(p_scale + groups * num_rows + rows, scale, mask=mask)
+
+
+@triton.jit
 def spread_quantized(
     p_x, p_ids, p_row, p_out, p_scale, num_experts, hidden, num_rows, stride_xt, stride_xh,
-    TOP_K: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr, GROUPS: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """The same in e4m3, with a scale for each 128 columns, stored (H/128, M) as DeepGEMM reads them."""
+    """The same in e4m3, with a scale for each 128 columns."""
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     m_groups = groups * 128 < hidden
     m_columns = columns < hidden
     x = tl.load(p_x + token * stride_xt + columns * stride_xh, mask=m_columns, other=0.0).to(tl.float32)
-    q, scale = quantize_groups(x, p_out.dtype.element_ty)
+    q, scale = quantize_groups(x, p_out.dtype.element_ty, POWERS)
     for slot in tl.static_range(TOP_K):
         id = tl.load(p_ids + token * TOP_K + slot)
         has_expert = (id >= 0) & (id < num_experts)
         row = tl.load(p_row + token * TOP_K + slot, mask=has_expert, other=0).to(tl.int64)
         tl.store(p_out + row * hidden + columns, q, mask=m_columns & has_expert)
-        tl.store(p_scale + groups.to(tl.int64) * num_rows + row, scale, mask=m_groups & has_expert)
+        store_scales(p_scale, groups, row, num_rows, scale, m_groups & has_expert, POWERS)
 
 
 @triton.jit
@@ -128,11 +146,11 @@ def gate_rows(
 def gate_rows_quantized(
     p_product, p_bias, p_tiles, p_out, p_scale, most_tiles, inner, width, stride_n, o_up, stride_be, stride_bn,
     o_up_bias, most_rows,
-    BM: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, POWERS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, LIMIT_AFTER: tl.constexpr,
     UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
 ):  # fmt: skip
-    """The same in e4m3, with scales (I/128, M)."""
+    """The same in e4m3, with scales."""
     tile, part = tl.program_id(0) // (BM // ROWS), tl.program_id(0) % (BM // ROWS)
     if tile < tl.load(p_tiles + 3 * most_tiles):
         expert, first, end = rows_of_tile(p_tiles, tile)
@@ -143,10 +161,10 @@ def gate_rows_quantized(
                 o_up, stride_be, stride_bn, o_up_bias, ROWS, 128, HAS_BIAS, KIND, GATED, ALPHA, LIMIT, LIMIT_AFTER,
                 UP_OFFSET, GATE_CAP, UP_CAP,
             )  # fmt: skip
-            q, scale = quantize_groups(out, p_out.dtype.element_ty)
+            q, scale = quantize_groups(out, p_out.dtype.element_ty, POWERS)
             tl.store(p_out + rows[:, None] * inner + columns[None, :], q, mask=mask)
             # padded rows get a scale as well: they are nobody's
-            tl.store(p_scale + tl.program_id(1).to(tl.int64) * most_rows + rows, scale)
+            store_scales(p_scale, tl.program_id(1), rows, most_rows, scale, None, POWERS)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ def fill(
     columns = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
     m_columns = columns < hidden
     x = tl.load(p_x + token * stride_xt + columns * stride_xh, mask=m_columns, other=0.0).to(tl.float32)
-    q, scale = quantize_groups(x, p_to.dtype.element_ty)
+    q, scale = quantize_groups(x, p_to.dtype.element_ty, False)
     tl.store(p_to + token * stride_to + columns, q, mask=m_columns)
     tl.store(p_scale + token * stride_scale + groups, scale, mask=groups * 128 < hidden)
     if tl.program_id(1) == 0:

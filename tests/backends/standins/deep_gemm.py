@@ -1,4 +1,4 @@
-"""A stand-in for DeepGEMM on SM90, in plain torch.
+"""A stand-in for DeepGEMM on SM90, and for its FP8 and FP4 products on SM100, in plain torch.
 
 Its functions have the real ones' signatures. They check what the real ones check or take for granted, compute from
 what was laid out, in float32, and leave NaN in every row that nobody owns.
@@ -27,7 +27,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
 ):
     calls.append("bf16")
     assert a.dtype == b.dtype == torch.bfloat16
-    assert not use_psum_layout, "SM90 reads the expert of each row"
+    assert not use_psum_layout, "here the expert of each row is read"
     _require_matrix(a)
     assert b.stride(0) == b.shape[1] * b.shape[2]
     assert 1 in b.stride()[1:]
@@ -53,19 +53,23 @@ def m_grouped_fp8_gemm_nt_contiguous(
 ):
     calls.append("fp8")
     (rows, row_scale), (matrices, scale) = a, b
-    assert rows.dtype == matrices.dtype == torch.float8_e4m3fn
-    assert row_scale.dtype == scale.dtype == torch.float32
+    assert rows.dtype == torch.float8_e4m3fn
     assert not use_psum_layout
-    M, K = rows.shape
-    E, N, _ = matrices.shape
+    (M, K), (E, N, _) = rows.shape, matrices.shape
     _require_matrix(rows)
     assert matrices.is_contiguous()
     assert matrices.data_ptr() % 16 == 0
     assert K % 128 == 0
     # columns of the activations' scales are contiguous, and M is a multiple of 16 bytes: else the library copies them
-    assert row_scale.shape == (M, K // 128)
     assert row_scale.stride() == (1, M)
     assert M % 4 == 0
+    if row_scale.dtype == torch.int32:
+        values = rows.float() * _unpacked(row_scale, K // 128).repeat_interleave(128, dim=1)
+        _multiply(values, _matrix_on_sm100(matrices, scale, K, recipe_a, recipe_b), d, grouped_layout)
+        return
+    assert matrices.dtype == torch.float8_e4m3fn
+    assert row_scale.dtype == scale.dtype == torch.float32
+    assert row_scale.shape == (M, K // 128)
     assert scale.shape == (E, -(-N // 128), K // 128)
     assert scale.is_contiguous()
     values = rows.float() * row_scale.repeat_interleave(128, dim=1)
@@ -75,6 +79,49 @@ def m_grouped_fp8_gemm_nt_contiguous(
         return matrices[expert].float() * blocks
 
     _multiply(values, matrix, d, grouped_layout)
+
+
+def _matrix_on_sm100(matrices: Tensor, scale: Tensor, K: int, recipe_a, recipe_b):
+    """(expert) -> its matrix, from scales of four exponents a number, whose rows are contiguous."""
+    fp4 = matrices.dtype == torch.int8
+    assert fp4 or matrices.dtype == torch.float8_e4m3fn
+    assert (recipe_a, recipe_b) == (((1, 128), (1, 32)) if fp4 else (None, None))
+    (E, N, _), group = matrices.shape, 32 if fp4 else 128
+    assert scale.dtype == torch.int32
+    assert scale.shape == (E, N, -(-K // (4 * group)))
+    assert scale.stride()[1:] == (1, N)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def matrix(expert: int) -> Tensor:
+        data = matrices[expert]
+        if fp4:
+            nibbles = torch.stack([data & 15, (data >> 4) & 15], dim=2).flatten(1)
+            numbers = sizes[(nibbles & 7).long()] * (1 - 2 * (nibbles >> 3).float())
+        else:
+            numbers = data.float()
+        return numbers * _unpacked(scale[expert], K // group).repeat_interleave(group, dim=1)
+
+    return matrix
+
+
+def _unpacked(packed: Tensor, groups: int) -> Tensor:
+    """int32 (R, G/4) to the powers of two (R, G)."""
+    exponents = torch.stack([(packed >> shift) & 255 for shift in (0, 8, 16, 24)], dim=2).flatten(1)[:, :groups]
+    return torch.exp2(exponents.float() - 127)
+
+
+def transform_sf_into_required_layout(sf, mn, k, recipe, num_groups=None, is_sfa=None, disable_ue8m0_cast=False):
+    high, wide = recipe[-2:]
+    assert recipe in ((1, 128, 128), (1, 32))
+    assert sf.dtype == torch.float32
+    assert sf.shape == (num_groups, -(-mn // high), -(-k // wide))
+    exponents = sf.view(torch.int32) >> 23
+    assert torch.equal(exponents << 23, sf.view(torch.int32)), "powers of two"
+    rows = exponents.to(torch.uint8).repeat_interleave(high, dim=1)[:, :mn]
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[2] % 4))
+    packed = rows.contiguous().view(torch.int32)
+    columns = torch.empty(num_groups, packed.shape[2], mn, dtype=torch.int32).transpose(1, 2)
+    return columns.copy_(packed)
 
 
 def _require_matrix(rows: Tensor) -> None:
