@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .external.packages import loaded
 from .external.requirements import SONIC_MOE
-from .library import define
+from .library import define, needs_operator
 
 GATES = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
 """Our names of gates, and the library's."""
@@ -42,7 +42,7 @@ def sonicmoe_experts(
         up_bias, down_bias: (E, 2I) and (E, H), or neither.
         kind: of the gate, a key of `GATES`.
     """
-    if torch.compiler.is_compiling():
+    if needs_operator(x_TH):
         out: Tensor = _Opaque.apply(x_TH, ids_TK, routing_TK, up, up_bias, down, down_bias, kind, interleaved)
         return out
     if not x_TH.shape[0]:
@@ -124,10 +124,13 @@ class _Opaque(torch.autograd.Function):
     """For tracing: the library refuses to run then. The backward pass runs the forward pass once more."""
 
     @staticmethod
-    def forward(ctx, x, ids, routing, up, up_bias, down, down_bias, kind, interleaved):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, ids, routing, up, up_bias, down, down_bias)
-        ctx.gate = kind, interleaved
-        return torch.ops.moetor.sonicmoe_experts(x, ids, routing, up, up_bias, down, down_bias, kind, interleaved)
+    def forward(*arguments):  # type: ignore[no-untyped-def]
+        return torch.ops.moetor.sonicmoe_experts(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*inputs[:7])
+        ctx.gate = inputs[7:]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -154,7 +157,9 @@ def _backward_op(
     grad: Tensor, x: Tensor, ids: Tensor, routing: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor,
     down_bias: Tensor | None, kind: str, interleaved: bool,
 ) -> list[Tensor]:  # fmt: skip
-    with torch.enable_grad():
+    # an operator runs below autograd, which the library's own Functions need
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
         named = {"x": x, "routing": routing, "up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in named.items() if tensor is not None}
         biases = leaves.get("up_bias"), leaves.get("down_bias")
@@ -170,7 +175,9 @@ _ARGUMENTS = (
     "Tensor x, Tensor ids, Tensor routing, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " str kind, bool interleaved"
 )
-define(f"sonicmoe_experts({_ARGUMENTS}) -> Tensor", _forward_op, lambda x, *_: x.new_empty(x.shape))
+define(
+    f"sonicmoe_experts({_ARGUMENTS}) -> Tensor", _forward_op, lambda x, *_: x.new_empty(x.shape), gradient=_Opaque
+)
 define(
     f"sonicmoe_experts_backward(Tensor grad, {_ARGUMENTS}) -> Tensor[]",
     _backward_op,

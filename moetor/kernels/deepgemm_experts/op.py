@@ -10,7 +10,7 @@ from ..external.packages import loaded
 from ..external.requirements import DEEP_GEMM
 from ..fused_experts.launcher import Launcher
 from ..fused_experts.sizes import cdiv, next_power_of_2
-from ..library import define
+from ..library import define, needs_operator
 from . import around
 from .layout import Padded, pad_by_expert
 
@@ -48,7 +48,7 @@ def deepgemm_experts(
         up_bias, down_bias: (E, N) and (E, H) or None.
     """
     a = activation
-    run = torch.ops.moetor.deepgemm_experts if torch.compiler.is_compiling() else _deepgemm_experts
+    run = torch.ops.moetor.deepgemm_experts if needs_operator(x_TH) else _deepgemm_experts
     out: Tensor = run(
         x_TH, ids_TK, routing_TK, up, up_scale, up_bias, down, down_scale, down_bias, gated, interleaved,
         a.kind, a.alpha, a.limit, a.limit_after, a.up_offset, a.gate_softcap, a.up_softcap,

@@ -10,7 +10,7 @@ from ..external.packages import loaded
 from ..external.requirements import DEEP_GEMM
 from ..fused_experts.launcher import Launcher
 from ..fused_experts.sizes import cdiv, next_power_of_2
-from ..library import define
+from ..library import define, needs_operator
 from .fill import fill
 
 _fill = Launcher(fill)
@@ -45,7 +45,7 @@ def megamoe_experts(
         up, down: from `prepare_fp8`.
         limit: clamp of gate, from above, and of up, to both sides.
     """
-    run = torch.ops.moetor.megamoe_experts if torch.compiler.is_compiling() else _megamoe_experts
+    run = torch.ops.moetor.megamoe_experts if needs_operator(x_TH) else _megamoe_experts
     out: Tensor = run(x_TH, ids_TK, routing_TK, up[0], up[1], down[0], down[1], limit)
     return out
 
