@@ -175,9 +175,7 @@ _ARGUMENTS = (
     "Tensor x, Tensor ids, Tensor routing, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " str kind, bool interleaved"
 )
-define(
-    f"sonicmoe_experts({_ARGUMENTS}) -> Tensor", _forward_op, lambda x, *_: x.new_empty(x.shape), gradient=_Opaque
-)
+define(f"sonicmoe_experts({_ARGUMENTS}) -> Tensor", _forward_op, lambda x, *_: x.new_empty(x.shape), gradient=_Opaque)
 define(
     f"sonicmoe_experts_backward(Tensor grad, {_ARGUMENTS}) -> Tensor[]",
     _backward_op,
