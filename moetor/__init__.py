@@ -69,6 +69,6 @@ def __getattr__(name: str) -> Any:
         from .integrations import transformers
 
         return getattr(transformers, name)
-    if name in ("nn", "testing"):
+    if name in ("distributed", "nn", "testing"):
         return importlib.import_module(f"moetor.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
